@@ -1,0 +1,264 @@
+"""Fills one rank's shells: from the sources what they hold, from disk what is missing, and proves the result.
+
+This is the library's one entry to a transfer of weights; it knows no service. `fill` plans, checks that everything
+has an origin before a byte is written, pulls, plans again with what is left whenever a source is lost, reads the rest
+from disk, and compares digests.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from weightwire.transfer.checkpoint import Checkpoint
+from weightwire.transfer.control import Control
+from weightwire.transfer.errors import IntegrityError
+from weightwire.transfer.manifest import CheckpointSpec, Manifest, TensorEntry
+from weightwire.transfer.planning import (
+    Plan,
+    check_servable,
+    check_specs,
+    filled_region,
+    missing_tensors,
+    plan_pull,
+)
+from weightwire.transfer.regions import Region
+from weightwire.transfer.session import RankProgress, TransferState
+from weightwire.transfer.shells import Shells
+from weightwire.transfer.wire.puller import Puller, PullOptions, SourceFailure
+from weightwire.transfer.wire.stream import Endpoint
+
+logger = logging.getLogger(__name__)
+
+# One read of the disk; short enough that a cancelled transfer stops at once.
+_DISK_STEP_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origins:
+    """Where weights may come from.
+
+    Attributes:
+        endpoints: Sources, in order of preference.
+        manifests: By digest; has that of every endpoint.
+        checkpoint: The local disk, if it has the model.
+    """
+
+    endpoints: Sequence[Endpoint] = ()
+    manifests: Mapping[str, Manifest] = field(default_factory=dict)
+    checkpoint: Checkpoint | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceBytes:
+    """Verified bytes that one source gave."""
+
+    instance_id: str
+    rank: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FillResult:
+    """How a rank was filled. Every element has one origin, and every digest that exists was compared.
+
+    Attributes:
+        tensors: Number of runtime tensors by way; one with any piece from disk counts as `disk`.
+        bytes_peer: Shell bytes that came from sources.
+        bytes_disk: Shell bytes that came from disk.
+        failures: Sources that were given up on the way.
+    """
+
+    seconds: float
+    tensors: Mapping[str, int]
+    bytes_peer: int
+    bytes_disk: int
+    sources: tuple[SourceBytes, ...]
+    failures: tuple[SourceFailure, ...]
+
+
+def fill(
+    shells: Shells,
+    origins: Origins,
+    *,
+    control: Control,
+    options: PullOptions | None = None,
+    on_progress: Callable[[RankProgress], None] = lambda _: None,
+) -> FillResult:
+    """Fill every element of `shells`, or raise.
+
+    Args:
+        shells: Written. After an error their contents are of no use; they were never ready.
+        origins: Sources and disk.
+        control: Deadline and stop button.
+        options: Of the wire.
+        on_progress: Called with growing figures, from several threads, one at a time.
+
+    Raises:
+        ManifestMismatchError: Before a byte is written, if source, disk and shells disagree about a tensor.
+        CoverageError: If a tensor is nowhere. Before a byte is written, unless the last source that had it is lost.
+        IntegrityError: If the finished bytes are not those that the manifest promised.
+        CancelledError: If somebody stopped it.
+        DeadlineError: If its time is over.
+    """
+    return _Filling(shells, origins, control, on_progress).run(options)
+
+
+class _Filling:
+    def __init__(
+        self, shells: Shells, origins: Origins, control: Control, on_progress: Callable[[RankProgress], None]
+    ) -> None:
+        self._shells = shells
+        self._target = shells.manifest
+        self._origins = origins
+        self._control = control
+        self._on_progress = on_progress
+        self._lock = threading.Lock()
+        self._progress = RankProgress(bytes_total=_needed_bytes(self._target))
+        self._from_disk: set[str] = set()
+
+    def run(self, options: PullOptions | None) -> FillResult:
+        began = time.monotonic()
+        checkpoint = self._origins.checkpoint
+        if checkpoint is not None:
+            check_specs(self._target, _specs(checkpoint))
+        with Puller(self._shells, self._origins.endpoints, self._origins.manifests, options) as puller:
+            plan = plan_pull(self._target, puller.live_manifests)
+            check_servable(plan, checkpoint.entries if checkpoint else ())
+            self._report(state=TransferState.RECEIVING)
+            left = self._pull(puller, plan)
+            self._read_disk(left, puller)
+            self._report(state=TransferState.VERIFYING)
+            self._verify(puller)
+            self._report(state=TransferState.READY)
+            return self._result(plan, puller, time.monotonic() - began)
+
+    def _pull(self, puller: Puller, plan: Plan) -> Plan:
+        """Pull until the live sources have nothing more to give; returns the plan of what is left."""
+        puller.connect()
+        live = puller.live_manifests
+        plan = plan_pull(self._target, live)
+        while any(plan.copies):
+            puller.pull(plan, self._control, self._count_peer)
+            before, live = len(live), puller.live_manifests
+            left = plan_pull(self._target, live, covered=puller.coverage.target)
+            if len(live) == before and any(left.copies):
+                # Every lane of some manifest ended without finishing and without an error; it would again.
+                raise IntegrityError("transfer: the sources that are left do not finish what they were asked for")
+            plan = left
+        return plan
+
+    def _read_disk(self, plan: Plan, puller: Puller) -> None:
+        """Read what is not covered yet, straight into the shells, and only these bytes."""
+        names = [way.name for way in plan.ways if way.way == "disk" and way.nbytes]
+        checkpoint = self._origins.checkpoint
+        missing = [name for name in names if checkpoint is None or name not in checkpoint.entries]
+        if missing:
+            error = missing_tensors(missing)
+            lost = "; ".join(f"{failure.code}: {failure.detail}" for failure in puller.failures)
+            raise type(error)(f"{error}" + (f"; sources lost: {lost}" if lost else ""), **error.facts)
+        for name in names:
+            assert checkpoint is not None
+            region = self._target.flat_region(self._target.by_name[name])
+            if region.is_contiguous:
+                gaps = list(puller.coverage.target.missing(region.offset, region.end))
+            else:
+                gaps = [(region.offset, region.offset + region.numel)]
+            for begin, end in gaps:
+                self._read_tensor(checkpoint, name, region, (begin - region.offset, end - region.offset))
+            for begin, end in filled_region(region):
+                puller.coverage.target.add(begin, end)
+
+    def _read_tensor(self, checkpoint: Checkpoint, name: str, region: Region, span: tuple[int, int]) -> None:
+        """Read packed bytes `span` of one tensor."""
+        self._from_disk.add(name)
+        for begin in range(span[0], span[1], _DISK_STEP_BYTES):
+            self._control.check()
+            end = min(begin + _DISK_STEP_BYTES, span[1])
+            if region.is_contiguous:
+                (view,) = self._shells.views(region.offset + begin, region.offset + end)
+                checkpoint.read_into(name, begin, end, view)
+            else:
+                staging = memoryview(bytearray(end - begin))
+                checkpoint.read_into(name, begin, end, staging)
+                self._shells.scatter(staging, region, begin)
+            with self._lock:
+                self._progress = replace(self._progress, bytes_disk=self._progress.bytes_disk + end - begin)
+                self._on_progress(self._progress)
+
+    def _verify(self, puller: Puller) -> None:
+        """Count the coverage, and compare each tensor's digest that no chunk digest has proven already."""
+        covered = puller.coverage.target
+        for tensor in self._target.tensors:
+            self._control.check()
+            region = self._target.flat_region(tensor)
+            if not all(covered.covers(begin, end) for begin, end in filled_region(region)):
+                raise missing_tensors([tensor.name])
+            held = self._promise(tensor)
+            if held is not None and not self._is_proven(tensor, held, puller):
+                self._compare(tensor, held)
+
+    def _promise(self, tensor: TensorEntry) -> Manifest | None:
+        """The manifest whose digest this tensor has to have, if a source published one."""
+        for endpoint in self._origins.endpoints:
+            manifest = self._origins.manifests[endpoint.manifest]
+            if tensor.name in manifest.by_name and manifest.by_name[tensor.name].digest:
+                return manifest
+        return None
+
+    def _is_proven(self, tensor: TensorEntry, held: Manifest, puller: Puller) -> bool:
+        proven = puller.coverage.proven.get(held.digest)
+        if tensor.name in self._from_disk or proven is None:
+            return False
+        region = held.flat_region(held.by_name[tensor.name])
+        return region.is_contiguous and proven.covers(region.offset, region.end)
+
+    def _compare(self, tensor: TensorEntry, held: Manifest) -> None:
+        promised, actual = held.by_name[tensor.name].digest, self._shells.digest(tensor.name)
+        if promised != actual:
+            origin = "from disk, or in part so," if tensor.name in self._from_disk else "from its sources"
+            raise IntegrityError(
+                f"tensor {tensor.name!r}: its bytes {origin} hash to {actual}, the manifest "
+                f"{held.digest[:16]}… promises {promised}",
+                tensor=tensor.name,
+            )
+
+    def _result(self, plan: Plan, puller: Puller, seconds: float) -> FillResult:
+        ways = Counter("disk" if way.name in self._from_disk else way.way for way in plan.ways)
+        return FillResult(
+            seconds=seconds,
+            tensors={way: ways[way] for way in ("identical", "reshard", "disk", "constant")},
+            bytes_peer=self._progress.bytes_peer,
+            bytes_disk=self._progress.bytes_disk,
+            sources=tuple(
+                SourceBytes(instance_id=instance_id, rank=rank, nbytes=nbytes)
+                for (instance_id, rank), nbytes in puller.coverage.bytes_by_source.items()
+            ),
+            failures=tuple(puller.failures),
+        )
+
+    def _count_peer(self, nbytes: int) -> None:
+        with self._lock:
+            self._progress = replace(self._progress, bytes_peer=self._progress.bytes_peer + nbytes)
+            self._on_progress(self._progress)
+
+    def _report(self, *, state: TransferState) -> None:
+        with self._lock:
+            self._progress = replace(self._progress, state=state)
+            self._on_progress(self._progress)
+
+
+def _specs(checkpoint: Checkpoint) -> dict[str, CheckpointSpec]:
+    return {
+        name: CheckpointSpec(name=name, dtype=entry.dtype.name, shape=entry.shape)
+        for name, entry in checkpoint.entries.items()
+    }
+
+
+def _needed_bytes(manifest: Manifest) -> int:
+    """Shell bytes to fill: aliases count once."""
+    return sum(way.nbytes for way in plan_pull(manifest, ()).ways)

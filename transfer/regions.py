@@ -1,0 +1,190 @@
+"""Strided N-d boxes over flat storages: the one way in which this project says "these elements".
+
+A region holds no storage and no dtype. It is in elements wherever tensors are meant, and in bytes on the wire
+(`Region.in_bytes`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from weightwire.transfer.errors import RegionError
+
+# Torch and C agree on signed 64-bit sizes; nothing beyond can be addressed.
+MAX_ELEMENTS = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """A box of elements over a flat storage, in row-major order of `shape`.
+
+    Attributes:
+        offset: Index of the first element in the storage.
+        shape: Elements along each dimension; `()` is one element.
+        strides: Distance between neighbours along each dimension, never negative. 0 repeats an element.
+    """
+
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.shape) != len(self.strides):
+            raise RegionError(f"region: {len(self.shape)} sizes and {len(self.strides)} strides, expected as many")
+        if self.offset < 0 or min((0, *self.shape, *self.strides)) < 0:
+            raise RegionError(f"region {self.to_json()}: negative offset, size or stride")
+        if self.end > MAX_ELEMENTS or self.numel > MAX_ELEMENTS:
+            raise RegionError(f"region {self.to_json()}: reaches past 2^63 elements")
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def end(self) -> int:
+        """One past the highest element index; `offset` for a region without elements."""
+        if 0 in self.shape:
+            return self.offset
+        if len(self.shape) == 1:
+            return self.offset + (self.shape[0] - 1) * self.strides[0] + 1
+        return self.offset + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True)) + 1
+
+    @property
+    def is_contiguous(self) -> bool:
+        """True if the elements, in row-major order, are one run without gaps."""
+        if len(self.shape) == 1 and self.strides == (1,):
+            return True
+        flat = self.coalesced()
+        return flat.shape == () or (len(flat.shape) == 1 and flat.strides == (1,))
+
+    @property
+    def overlaps_itself(self) -> bool:
+        """True unless it is certain that no element occurs twice: each stride steps over all smaller ones."""
+        reach = 0
+        for stride, size in sorted(zip(self.strides, self.shape, strict=True)):
+            if size > 1 and self.numel:
+                if stride <= reach:
+                    return True
+                reach += stride * (size - 1)
+        return False
+
+    def coalesced(self) -> Region:
+        """The same elements in the same order with as few dimensions as possible.
+
+        Dimensions of size 1 vanish, neighbours that walk on evenly are merged; no elements gives shape `(0,)`.
+        """
+        if len(self.shape) == 1 and self.shape[0] > 1:
+            return self
+        if self.numel == 0:
+            return Region(offset=self.offset, shape=(0,), strides=(1,))
+        shape: list[int] = []
+        strides: list[int] = []
+        for size, stride in zip(self.shape, self.strides, strict=True):
+            if size == 1:
+                continue
+            if shape and strides[-1] == size * stride:
+                shape[-1] *= size
+                strides[-1] = stride
+            else:
+                shape.append(size)
+                strides.append(stride)
+        return Region(offset=self.offset, shape=tuple(shape), strides=tuple(strides))
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """The contiguous runs `(start, length)` in row-major order, none of them empty."""
+        flat = self.coalesced()
+        if flat.numel == 0:
+            return
+        length = 1
+        if flat.shape and flat.strides[-1] == 1:
+            length = flat.shape[-1]
+            flat = Region(offset=flat.offset, shape=flat.shape[:-1], strides=flat.strides[:-1])
+        for index in itertools.product(*map(range, flat.shape)):
+            yield flat.offset + sum(i * stride for i, stride in zip(index, flat.strides, strict=True)), length
+
+    def packed(self, begin: int, end: int) -> Iterator[Region]:
+        """The boxes that hold elements `begin` to `end` of the row-major order, in that order.
+
+        At most two partial boxes for each dimension and a whole one in the middle, however large the region is.
+        """
+        if not 0 <= begin <= end <= self.numel:
+            raise RegionError(f"region {self.to_json()}: elements {begin} to {end} of {self.numel}")
+        if begin == end:
+            return
+        if (begin, end) == (0, self.numel):
+            yield self
+            return
+        row = math.prod(self.shape[1:])
+        first, last = begin // row, (end - 1) // row
+        if first == last:
+            yield from self._rows(first, None).packed(begin - first * row, end - first * row)
+            return
+        if begin % row:
+            yield from self._rows(first, None).packed(begin % row, row)
+            first += 1
+        whole_end = end // row
+        if first < whole_end:
+            yield self._rows(first, whole_end)
+        if end % row:
+            yield from self._rows(whole_end, None).packed(0, end % row)
+
+    def _rows(self, begin: int, end: int | None) -> Region:
+        """Rows `begin` to `end` along the first dimension, or one row without that dimension."""
+        shape = self.shape[1:] if end is None else (end - begin, *self.shape[1:])
+        strides = self.strides[1:] if end is None else self.strides
+        return Region(offset=self.offset + begin * self.strides[0], shape=shape, strides=strides)
+
+    def in_bytes(self, itemsize: int) -> Region:
+        """The same box with bytes for elements."""
+        if self.is_contiguous:
+            return Region(offset=self.offset * itemsize, shape=(self.numel * itemsize,), strides=(1,))
+        return Region(
+            offset=self.offset * itemsize,
+            shape=(*self.shape, itemsize),
+            strides=(*(stride * itemsize for stride in self.strides), 1),
+        ).coalesced()
+
+    def shifted(self, distance: int) -> Region:
+        """The same box, `distance` elements further on."""
+        return Region(offset=self.offset + distance, shape=self.shape, strides=self.strides)
+
+    def to_json(self) -> list[object]:
+        return [self.offset, list(self.shape), list(self.strides)]
+
+    @classmethod
+    def from_json(cls, value: object) -> Region:
+        """The inverse of `to_json`.
+
+        Raises:
+            RegionError: If `value` is not `[offset, [sizes], [strides]]` in integers, or makes no sense.
+        """
+        match value:
+            case [int(offset), [*shape], [*strides]]:
+                sizes, steps = _integers(shape), _integers(strides)
+                if sizes is not None and steps is not None and type(offset) is int:
+                    return cls(offset=offset, shape=sizes, strides=steps)
+        raise RegionError(f"region {value!r}: expected [offset, [sizes], [strides]] in integers")
+
+
+def _integers(values: list[object]) -> tuple[int, ...] | None:
+    # `type() is`, since a JSON true would pass for an int.
+    found = tuple(value for value in values if type(value) is int)
+    return found if len(found) == len(values) else None
+
+
+def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides, in elements, of a contiguous tensor of `shape`, as torch computes them."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def row_major(shape: Sequence[int], *, offset: int = 0) -> Region:
+    """The region of a contiguous tensor of `shape` that starts at element `offset`."""
+    return Region(offset=offset, shape=tuple(shape), strides=row_major_strides(shape))

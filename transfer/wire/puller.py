@@ -1,0 +1,364 @@
+"""Fills shells from several sources at once, over several streams each.
+
+The streams share a ledger for each manifest. A source that fails loses its unverified segments to the others; what
+was verified stays, and is never fetched again.
+"""
+
+from __future__ import annotations
+
+import logging
+import ssl
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from weightwire.transfer.control import Control
+from weightwire.transfer.errors import (
+    CancelledError,
+    ChecksumError,
+    DeadlineError,
+    SourceBusyError,
+    SourceError,
+    SourceStalledError,
+    SourceUnreachableError,
+    TransferError,
+)
+from weightwire.transfer.intervals import IntervalSet
+from weightwire.transfer.manifest import Manifest
+from weightwire.transfer.planning import Plan, filled_region
+from weightwire.transfer.regions import Region
+from weightwire.transfer.shells import Shells
+from weightwire.transfer.wire.ledger import Ledger, Segment, cut_segments
+from weightwire.transfer.wire.stream import Endpoint, SourceStream, Timeouts, Verified
+
+logger = logging.getLogger(__name__)
+
+# How often a stream opens its connection again after one that broke, in all.
+_MAX_RECONNECTS = 5
+# Wrong checksums from one source before nothing of it is believed any more.
+_MAX_WRONG_CHECKSUMS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullOptions:
+    """How hard to pull.
+
+    Attributes:
+        streams: Connections to each source.
+        busy_patience_s: How long a source may answer 503 before it is given up.
+        tls: Trust for sources on https.
+    """
+
+    streams: int = 2
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    busy_patience_s: float = 30.0
+    tls: ssl.SSLContext | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceFailure:
+    """Why a source was given up."""
+
+    instance_id: str
+    rank: int
+    code: str
+    detail: str
+
+
+class Coverage:
+    """What is verified: flat bytes of the target, and of each source's manifest. Thread-safe.
+
+    Attributes:
+        target: Flat intervals of the shells that are verified.
+        proven: By manifest digest, flat intervals of the source whose bytes hash to the manifest's own digests.
+        bytes_by_source: Verified bytes by (instance, rank).
+    """
+
+    def __init__(self) -> None:
+        self.target = IntervalSet()
+        self.proven: dict[str, IntervalSet] = {}
+        self.bytes_by_source: Counter[tuple[str, int]] = Counter()
+        self._strided: Counter[Region] = Counter()
+        self._lock = threading.Lock()
+
+    def add(self, verified: Verified, endpoint: Endpoint, manifest: Manifest) -> int:
+        """Record a frame; returns its bytes."""
+        nbytes = sum(place.nbytes for place in verified.places)
+        with self._lock:
+            for place in verified.places:
+                if place.is_contiguous:
+                    self.target.add(*place.flat)
+                else:
+                    self._add_strided(place.target, place.nbytes)
+            if verified.chunk is not None:
+                bounds = manifest.chunk_bounds
+                proven = self.proven.setdefault(endpoint.manifest, IntervalSet())
+                proven.add(bounds[verified.chunk], bounds[verified.chunk + 1])
+            self.bytes_by_source[endpoint.instance_id, endpoint.rank] += nbytes
+        return nbytes
+
+    def forget_partial(self) -> None:
+        """Strided regions that are not complete will be fetched whole again."""
+        with self._lock:
+            self._strided.clear()
+
+    def _add_strided(self, region: Region, nbytes: int) -> None:
+        # The bytes of a strided region interleave with its neighbours', so it counts when all of it is there.
+        self._strided[region] += nbytes
+        if self._strided[region] == region.numel:
+            for begin, end in filled_region(region):
+                self.target.add(begin, end)
+
+
+class Puller:
+    """Executes plans against the sources of one transfer. Use as a context manager: leaving it ends its threads."""
+
+    def __init__(
+        self,
+        shells: Shells,
+        endpoints: Sequence[Endpoint],
+        manifests: Mapping[str, Manifest],
+        options: PullOptions | None = None,
+    ) -> None:
+        """Args:
+        shells: Written.
+        endpoints: In order of preference.
+        manifests: By digest; has that of every endpoint.
+        """
+        self.options = options or PullOptions()
+        self.coverage = Coverage()
+        self.failures: list[SourceFailure] = []
+        self._shells = shells
+        self._manifests = manifests
+        self._lanes = [_Lane(endpoint, manifests[endpoint.manifest], self.options) for endpoint in endpoints]
+
+    def __enter__(self) -> Puller:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for lane in self._lanes:
+            lane.close()
+
+    @property
+    def live_manifests(self) -> list[Manifest]:
+        """What the sources hold that were not given up, without repetition, in order of preference."""
+        digests = dict.fromkeys(lane.endpoint.manifest for lane in self._lanes if lane.error is None)
+        return [self._manifests[digest] for digest in digests]
+
+    def connect(self) -> None:
+        """Open the connections now; a source that is not there is given up."""
+        for lane in self._lanes:
+            lane.connect()
+        self._collect_failures()
+
+    def pull(self, plan: Plan, control: Control, on_bytes: Callable[[int], None] = lambda _: None) -> None:
+        """Fetch what `plan` wants from the live sources, in the order in which it was made from them.
+
+        Returns when everything is verified or every source that could help has failed; `coverage` and `failures`
+        say which.
+
+        Args:
+            plan: Of `live_manifests`.
+            control: Deadline and stop button.
+            on_bytes: Called from the streams' threads with the size of each verified frame.
+
+        Raises:
+            CancelledError: If somebody stopped it.
+            DeadlineError: If its time is over.
+        """
+        ledgers = {}
+        for manifest, copies in zip(self.live_manifests, plan.copies, strict=True):
+            lanes = [lane for lane in self._lanes if lane.error is None and lane.manifest is manifest]
+            num_streams = len(lanes) * self.options.streams
+            ledgers[manifest.digest] = Ledger(cut_segments(manifest, copies), num_streams=num_streams)
+        work = _Work(shells=self._shells, coverage=self.coverage, control=control, on_bytes=on_bytes)
+        threads = [
+            thread
+            for lane in self._lanes
+            if lane.error is None and not ledgers[lane.endpoint.manifest].is_done
+            for thread in lane.threads(ledgers[lane.endpoint.manifest], work)
+        ]
+        self._run(threads, list(ledgers.values()), control)
+        self.coverage.forget_partial()
+        self._collect_failures()
+        control.check()
+
+    def _run(self, threads: list[threading.Thread], ledgers: list[Ledger], control: Control) -> None:
+        def abort() -> None:
+            for ledger in ledgers:
+                ledger.close()
+            for lane in self._lanes:
+                lane.close()
+
+        with control.on_cancel(abort):
+            for thread in threads:
+                thread.start()
+            try:
+                for thread in threads:
+                    thread.join(control.remaining_s)
+            finally:
+                if any(thread.is_alive() for thread in threads):
+                    abort()
+                for thread in threads:
+                    thread.join()
+
+    def _collect_failures(self) -> None:
+        known = {(failure.instance_id, failure.rank) for failure in self.failures}
+        for lane in self._lanes:
+            endpoint = lane.endpoint
+            if lane.error is not None and (endpoint.instance_id, endpoint.rank) not in known:
+                logger.warning("gave up %s: %s", endpoint, lane.error)
+                self.failures.append(
+                    SourceFailure(
+                        instance_id=endpoint.instance_id,
+                        rank=endpoint.rank,
+                        code=lane.error.code,
+                        detail=str(lane.error),
+                    )
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """What the streams of one pull share."""
+
+    shells: Shells
+    coverage: Coverage
+    control: Control
+    on_bytes: Callable[[int], None]
+
+
+class _Lane:
+    """One source: its streams, and whether it was given up.
+
+    Attributes:
+        error: Why it was given up, once it was.
+    """
+
+    def __init__(self, endpoint: Endpoint, manifest: Manifest, options: PullOptions) -> None:
+        self.endpoint = endpoint
+        self.manifest = manifest
+        self.error: TransferError | None = None
+        self._options = options
+        self._lock = threading.Lock()
+        self._wrong_checksums = 0
+        self._streams = [
+            SourceStream(endpoint, manifest, timeouts=options.timeouts, tls=options.tls) for _ in range(options.streams)
+        ]
+
+    def connect(self) -> None:
+        try:
+            for stream in self._streams:
+                stream.connect()
+        except SourceError as error:
+            self._give_up(error)
+
+    def close(self) -> None:
+        for stream in self._streams:
+            stream.close()
+
+    def threads(self, ledger: Ledger, work: _Work) -> list[threading.Thread]:
+        """One thread for each stream, not started. The lane is given up when the last of them fails."""
+        running = [len(self._streams)]
+
+        def run(stream: SourceStream) -> None:
+            try:
+                self._drive(stream, ledger, work)
+            except (CancelledError, DeadlineError):
+                pass
+            except TransferError as error:
+                with self._lock:
+                    running[0] -= 1
+                    last = not running[0]
+                if last or not _may_pass(error):
+                    self._give_up(error)
+            except Exception as error:
+                logger.exception("%s: stream ended by a fault of ours", self.endpoint)
+                self._give_up(SourceError(f"{self.endpoint}: {type(error).__name__}: {error}"))
+            finally:
+                stream.close()
+
+        name = f"weightwire-pull-{self.endpoint.instance_id}-{self.endpoint.rank}"
+        return [threading.Thread(target=run, args=(stream,), name=name) for stream in self._streams]
+
+    def _drive(self, stream: SourceStream, ledger: Ledger, work: _Work) -> None:
+        """Claim and fetch until nothing is left, or this stream's patience is over."""
+        reconnects = 0
+        broke_without_progress = False
+        busy_s = 0.0
+        while self.error is None and (claim := ledger.claim(timeout_s=work.control.remaining_s)):
+            fetch = _Fetch(claim)
+            try:
+                fetch.run(stream, self, work)
+            except SourceBusyError as error:
+                wait_s = _seconds(error)
+                busy_s += wait_s
+                if busy_s > self._options.busy_patience_s:
+                    raise
+                fetch.settle(ledger)
+                work.control.pause(wait_s)
+            except ChecksumError as error:
+                self._count_wrong_checksum(error)
+            except (SourceUnreachableError, SourceStalledError) as error:
+                reconnects += 1
+                stuck = broke_without_progress and not fetch.verified
+                broke_without_progress = not fetch.verified
+                if isinstance(error, SourceStalledError) or stuck or reconnects > _MAX_RECONNECTS:
+                    raise
+            finally:
+                fetch.settle(ledger)
+
+    def _count_wrong_checksum(self, error: ChecksumError) -> None:
+        with self._lock:
+            self._wrong_checksums += 1
+            quarantined = self._wrong_checksums >= _MAX_WRONG_CHECKSUMS
+        logger.warning("%s", error)
+        if quarantined:
+            self._give_up(error)
+
+    def _give_up(self, error: TransferError) -> None:
+        with self._lock:
+            if self.error is None:
+                self.error = error
+        self.close()
+
+
+class _Fetch:
+    """One claim on its way through one stream."""
+
+    def __init__(self, claim: list[Segment]) -> None:
+        self._claim = claim
+        self._left = sum(segment.nbytes for segment in claim)
+        self._settled = False
+        self.verified = 0
+
+    def run(self, stream: SourceStream, lane: _Lane, work: _Work) -> None:
+        for verified in stream.fetch(self._claim, work.shells):
+            nbytes = work.coverage.add(verified, lane.endpoint, lane.manifest)
+            self.verified += nbytes
+            work.on_bytes(nbytes)
+            work.control.check()
+            if lane.error is not None:
+                raise lane.error
+
+    def settle(self, ledger: Ledger) -> None:
+        """Give back the segments that are not verified as a whole; once, however often it is called."""
+        if self._settled:
+            return
+        self._settled = True
+        done, taken = 0, 0
+        while done < len(self._claim) and taken + self._claim[done].nbytes <= self.verified:
+            taken += self._claim[done].nbytes
+            done += 1
+        ledger.settle(verified=done, returned=self._claim[done:])
+
+
+def _may_pass(error: TransferError) -> bool:
+    """True for what may be one connection's trouble; anything else is the source's."""
+    return isinstance(error, (SourceUnreachableError, SourceStalledError, SourceBusyError))
+
+
+def _seconds(busy: SourceBusyError) -> float:
+    stated = busy.facts.get("retry_after_s", 1)
+    return max(0.05, float(stated)) if isinstance(stated, (int, float)) else 1.0

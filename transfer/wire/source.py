@@ -1,0 +1,150 @@
+"""What a source serves: one publication at a time, to those who may, and to no more than it can bear."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from weightwire.transfer.errors import FencedError, SourceBusyError
+from weightwire.transfer.manifest import Manifest
+from weightwire.transfer.shells import Shells
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceLimits:
+    """How much a source gives before serving traffic suffers.
+
+    Attributes:
+        max_readers: Reads at the same time; beyond it 503 with `Retry-After`.
+        max_connections: Open connections; beyond it new ones are closed at once.
+        retry_after_s: What a reader that is turned away is told.
+        write_timeout_s: A reader that takes no byte for so long is cut off.
+        idle_timeout_s: A connection that sends no request for so long is closed.
+    """
+
+    max_readers: int = 64
+    max_connections: int = 512
+    retry_after_s: int = 1
+    write_timeout_s: float = 30.0
+    idle_timeout_s: float = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """Who may read.
+
+    Attributes:
+        ticket_key: Checks the tickets of `POST /v1/read`.
+        read_token_sha256: SHA-256, in hex, of each token that opens the other routes; empty opens them to all.
+    """
+
+    ticket_key: bytes
+    read_token_sha256: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publication:
+    """Sealed shells, under the version that tickets and reads name."""
+
+    shells: Shells
+    manifest: Manifest
+    weight_version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceIdentity:
+    """The process that serves; `generation` is new, and higher, for each process."""
+
+    instance_id: str
+    rank: int = 0
+    generation: int = field(default_factory=lambda: time.time_ns() // 1_000_000)
+
+
+class Source:
+    """The publication of one rank, and its readers. Knows no socket.
+
+    Every reader holds the publication while it reads memory, and looks with `check_stands` before it vouches for
+    bytes, so that a torn chunk is never passed off as good.
+    """
+
+    def __init__(self, identity: SourceIdentity, limits: SourceLimits | None = None) -> None:
+        self.identity = identity
+        self.limits = limits or SourceLimits()
+        self.access: Access | None = None
+        self._gate = threading.Condition()
+        self._publication: Publication | None = None
+        self._withdrawing = False
+        self._readers = 0
+
+    def __str__(self) -> str:
+        return f"source {self.identity.instance_id!r} rank {self.identity.rank}"
+
+    @property
+    def publication(self) -> Publication | None:
+        """What is served now, if anything."""
+        return None if self._withdrawing else self._publication
+
+    @property
+    def active_readers(self) -> int:
+        return self._readers
+
+    def grant_access(self, access: Access) -> None:
+        """Take the keys that the service gave; they replace the former ones."""
+        self.access = access
+
+    def publish(self, shells: Shells, *, weight_version: int) -> None:
+        """Serve sealed shells from now on, in place of what was served before.
+
+        Raises:
+            ValueError: If the shells are not sealed.
+        """
+        if shells.manifest.total_bytes and not shells.manifest.chunk_digests:
+            raise ValueError("shells have no digests: seal() comes before publish()")
+        with self._gate:
+            self._withdrawing = False
+            self._publication = Publication(shells=shells, manifest=shells.manifest, weight_version=weight_version)
+
+    def withdraw(self, *, drain_s: float = 5.0) -> None:
+        """Serve nothing any more. Returns when no reader is left, or after `drain_s` seconds.
+
+        A reader that is still sending by then finds the publication gone, and ends its stream with a FAIL frame.
+        """
+        ends_at = time.monotonic() + drain_s
+        with self._gate:
+            self._withdrawing = True
+            while self._readers and (left := ends_at - time.monotonic()) > 0:
+                self._gate.wait(left)
+            self._publication = None
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[Publication]:
+        """Hold the publication while its bytes are read.
+
+        Raises:
+            SourceBusyError: If there is none, it is leaving, or as many read it as may.
+        """
+        with self._gate:
+            publication = self.publication
+            if publication is None or self._readers >= self.limits.max_readers:
+                why = "nothing is published" if publication is None else f"{self._readers} readers are served"
+                raise SourceBusyError(
+                    f"{self}: {why}",
+                    retry_after_s=self.limits.retry_after_s,
+                )
+            self._readers += 1
+        try:
+            yield publication
+        finally:
+            with self._gate:
+                self._readers -= 1
+                self._gate.notify_all()
+
+    def check_stands(self, publication: Publication) -> None:
+        """Raises:
+        FencedError: If `publication` is not what the shells hold any more.
+        """
+        if self._publication is not publication:
+            raise FencedError(f"{self}: weight version {publication.weight_version} was withdrawn while it was read")

@@ -1,0 +1,392 @@
+"""The routes of a source's data plane: HTTP in, bytes of a publication out. docs/protocol.md specifies them."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import logging
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterable, Iterator
+from http.server import BaseHTTPRequestHandler
+from typing import Protocol, cast
+from urllib.parse import unquote, urlsplit
+
+import xxhash
+
+from weightwire.transfer.address import is_loopback
+from weightwire.transfer.errors import (
+    AccessError,
+    FencedError,
+    NotFoundError,
+    RequestError,
+    SourceBusyError,
+    TicketError,
+    TooLargeError,
+    TransferError,
+    VersionSkewError,
+)
+from weightwire.transfer.export import export_layout
+from weightwire.transfer.integrity import checksum, digest_at
+from weightwire.transfer.manifest import TensorEntry
+from weightwire.transfer.problems import MEDIA_TYPE as PROBLEM
+from weightwire.transfer.problems import problem_text, status_for
+from weightwire.transfer.tickets import Ticket, read_ticket
+from weightwire.transfer.wire import framing
+from weightwire.transfer.wire.framing import Frame, ReadRequest
+from weightwire.transfer.wire.http_range import ByteRange, UnsatisfiableRangeError, parse_range
+from weightwire.transfer.wire.source import Publication, Source
+
+logger = logging.getLogger(__name__)
+
+# Source: Linux, include/uapi/linux/uio.h (UIO_MAXIOV).
+_MAX_IOVECS = 1024
+_OCTETS = "application/octet-stream"
+
+
+class _HasSource(Protocol):
+    source: Source
+
+
+class SourceRoutes(BaseHTTPRequestHandler):
+    """One connection. Every answer is an object of docs/protocol.md or a problem document."""
+
+    protocol_version = "HTTP/1.1"
+    server_version = "weightwire"
+    sys_version = ""
+
+    @property
+    def source(self) -> Source:
+        return cast("_HasSource", self.server).source
+
+    def setup(self) -> None:
+        super().setup()
+        self.connection.settimeout(self.source.limits.idle_timeout_s)
+        _tune(self.connection, peer=str(self.client_address[0]))
+
+    def do_GET(self) -> None:
+        self._answer(self._get)
+
+    def do_HEAD(self) -> None:
+        self._answer(self._get)
+
+    def do_POST(self) -> None:
+        self._answer(self._post)
+
+    def _answer(self, route: Callable[[str], None]) -> None:
+        """Run a route; an error before the first byte of the answer becomes a problem document."""
+        self._answering = False
+        self.connection.settimeout(self.source.limits.write_timeout_s)
+        try:
+            self._check_protocol()
+            route(urlsplit(self.path).path)
+        except TransferError as error:
+            if self._answering:
+                self.close_connection = True
+                logger.info("answer to %s broken off: %s", self.client_address[0], error)
+            else:
+                self._send_problem(error)
+        except OSError as error:
+            self.close_connection = True
+            logger.info("reader %s is gone: %s", self.client_address[0], error)
+        finally:
+            self.connection.settimeout(self.source.limits.idle_timeout_s)
+
+    def _check_protocol(self) -> None:
+        spoken = self.headers.get("Weightwire-Protocol", framing.PROTOCOL)
+        if spoken.partition(".")[0] != framing.PROTOCOL.partition(".")[0]:
+            raise VersionSkewError(f"protocol {spoken!r}: this source speaks {framing.PROTOCOL}")
+
+    def _get(self, path: str) -> None:
+        match path.split("/")[1:]:
+            case ["healthz"]:
+                self._send_json({"status": "ok"})
+            case ["readyz"]:
+                self._ready()
+            case ["v1", "tensors", name]:
+                self._check_token()
+                with self.source.reading() as publication:
+                    self._send_tensor(publication, unquote(name))
+            case ["v1", "export.safetensors"]:
+                self._check_token()
+                with self.source.reading() as publication:
+                    self._send_export(publication)
+            case _:
+                raise NotFoundError(f"path {path!r}: no such resource on a source", kind="path", name=path)
+
+    def _post(self, path: str) -> None:
+        if path != "/v1/read":
+            raise NotFoundError(f"path {path!r}: no such resource on a source", kind="path", name=path)
+        body = self._body()
+        ticket = self._ticket()
+        with self.source.reading() as publication:
+            self._read(publication, ticket, body)
+
+    def _ready(self) -> None:
+        publication = self.source.publication
+        if publication is None:
+            raise SourceBusyError("source: not ready, nothing is published", retry_after_s=1)
+        self._send_json({"status": "ready", "weight_version": publication.weight_version})
+
+    # -- what a request brings ------------------------------------------------------------------------------------
+
+    def _body(self) -> bytes:
+        length = self.headers.get("Content-Length", "")
+        if not length.isascii() or not length.isdigit() or "Transfer-Encoding" in self.headers:
+            self.close_connection = True
+            raise RequestError("request: no Content-Length, expected a body of a stated length")
+        if int(length) > framing.MAX_REQUEST_BYTES:
+            self.close_connection = True
+            raise TooLargeError(
+                f"request: body of {length} bytes, at most {framing.MAX_REQUEST_BYTES} are taken",
+                limit_bytes=framing.MAX_REQUEST_BYTES,
+            )
+        body = self.rfile.read(int(length))
+        if len(body) != int(length):
+            self.close_connection = True
+            raise RequestError(f"request: body ended after {len(body)} of {length} bytes")
+        return body
+
+    def _ticket(self) -> Ticket:
+        kind, _, text = self.headers.get("Authorization", "").partition(" ")
+        if kind.lower() != "ticket" or not text:
+            raise AccessError("read: no ticket, expected 'Authorization: Ticket …' as granted by the service")
+        access = self.source.access
+        if access is None:
+            raise SourceBusyError("source: not registered with a service yet", retry_after_s=1)
+        return read_ticket(access.ticket_key, text.strip(), now=time.time())
+
+    def _check_token(self) -> None:
+        access = self.source.access
+        if access is None:
+            raise SourceBusyError("source: not registered with a service yet", retry_after_s=1)
+        if not access.read_token_sha256:
+            return
+        kind, _, token = self.headers.get("Authorization", "").partition(" ")
+        digest = hashlib.sha256(token.strip().encode("utf-8", "surrogateescape")).hexdigest()
+        known = [hmac.compare_digest(digest, accepted) for accepted in access.read_token_sha256]
+        if kind.lower() != "bearer" or not any(known):
+            raise AccessError("request: no read token, or a wrong one, expected 'Authorization: Bearer …'")
+
+    # -- POST /v1/read --------------------------------------------------------------------------------------------
+
+    def _read(self, publication: Publication, ticket: Ticket, body: bytes) -> None:
+        request = ReadRequest.from_bytes(body)
+        self._check_ticket(ticket, request)
+        self._check_fence(publication, request)
+        frames = list(framing.cut_frames(publication.manifest, request.regions))
+        payload = sum(frame.nbytes for frame in frames)
+        self._begin(
+            200,
+            {
+                "Content-Type": framing.MEDIA_TYPE,
+                "Content-Length": str(payload + len(frames) * framing.FRAME_OVERHEAD_BYTES),
+                "Weightwire-Generation": str(self.source.identity.generation),
+                "Weightwire-Weight-Version": str(publication.weight_version),
+                "Weightwire-Manifest": publication.manifest.digest,
+                # Names the question, so that an answer to another one, from a cache on the way, is noticed.
+                "Weightwire-Request": f"{xxhash.xxh3_64_intdigest(body):016x}",
+            },
+        )
+        self._send_frames(publication, frames)
+
+    def _check_ticket(self, ticket: Ticket, request: ReadRequest) -> None:
+        ours = self.source.identity
+        facts = {
+            "source": (
+                (ticket.source_instance, ticket.source_rank, ticket.source_generation),
+                (ours.instance_id, ours.rank, ours.generation),
+            ),
+            "target": (
+                (ticket.target_instance, ticket.target_rank),
+                (request.target_instance, request.target_rank),
+            ),
+            "weight version": (ticket.weight_version, request.weight_version),
+        }
+        for field, (granted, used) in facts.items():
+            if granted != used:
+                raise TicketError(f"ticket: {field} is {used} in this read, it was granted for {granted}")
+
+    def _check_fence(self, publication: Publication, request: ReadRequest) -> None:
+        facts = {
+            "generation": (request.generation, self.source.identity.generation),
+            "weight version": (request.weight_version, publication.weight_version),
+            "manifest": (request.manifest, publication.manifest.digest),
+        }
+        for field, (asked, actual) in facts.items():
+            if asked != actual:
+                raise FencedError(
+                    f"source {self.source.identity.instance_id!r} rank {self.source.identity.rank}: "
+                    f"{field} is {actual} here, {asked} was asked for"
+                )
+
+    def _send_frames(self, publication: Publication, frames: Iterable[Frame]) -> None:
+        trailer: list[memoryview] = []
+        for frame in frames:
+            try:
+                self.source.check_stands(publication)
+            except FencedError as error:
+                self._fail(trailer, error)
+                return
+            views = [view for part in frame.parts for view in publication.shells.gather(*part)]
+            digest = self._digest(publication, frame, views)
+            self._send([*trailer, memoryview(framing.HEADER.pack(framing.DATA, frame.nbytes)), *views])
+            try:
+                self.source.check_stands(publication)
+            except FencedError as error:
+                self._fail([memoryview(framing.TRAILER.pack(framing.VOID, 0))], error)
+                return
+            # It goes out with the next frame: a packet of its own for twelve bytes would cost a system call.
+            trailer = [memoryview(framing.TRAILER.pack(framing.GOOD, digest))]
+        self._send(trailer)
+
+    @staticmethod
+    def _digest(publication: Publication, frame: Frame, views: list[memoryview]) -> int:
+        """A whole chunk's digest was computed once, by whoever loaded the weights: origin and transport in one."""
+        if frame.chunk is not None:
+            return digest_at(publication.manifest.chunk_digests, frame.chunk)
+        return checksum(views)
+
+    # -- GET: one tensor, or the whole rank as a checkpoint file ------------------------------------------------------
+
+    def _send_tensor(self, publication: Publication, name: str) -> None:
+        tensor = publication.manifest.by_name.get(name)
+        if tensor is None:
+            raise NotFoundError(f"tensor {name!r}: not held by this source", kind="tensor", name=name)
+        headers = {
+            "Weightwire-Dtype": tensor.dtype,
+            "Weightwire-Shape": json.dumps(list(tensor.shape), separators=(",", ":")),
+            "Weightwire-Digest": tensor.digest,
+            "ETag": f'"{publication.weight_version}-{tensor.digest}"',
+        }
+        self._send_ranged(publication, _tensor_pieces(publication, tensor), tensor.nbytes, headers)
+
+    def _send_export(self, publication: Publication) -> None:
+        layout = export_layout(publication.manifest)
+        etag = f'"{publication.weight_version}-{publication.manifest.digest[:32]}"'
+
+        def pieces(begin: int, end: int) -> Iterator[memoryview]:
+            if begin < len(layout.prefix):
+                yield memoryview(layout.prefix)[begin : min(end, len(layout.prefix))]
+            at = len(layout.prefix)
+            for tensor in layout.tensors:
+                low, high = max(begin - at, 0), min(end - at, tensor.nbytes)
+                if low < high:
+                    yield from _tensor_pieces(publication, tensor)(low, high)
+                at += tensor.nbytes
+
+        self._send_ranged(publication, pieces, layout.nbytes, {"ETag": etag})
+
+    def _send_ranged(
+        self,
+        publication: Publication,
+        pieces: Callable[[int, int], Iterator[memoryview]],
+        nbytes: int,
+        headers: dict[str, str],
+    ) -> None:
+        headers |= {"Content-Type": _OCTETS, "Accept-Ranges": "bytes"}
+        wanted = self._range(nbytes, headers["ETag"])
+        if isinstance(wanted, UnsatisfiableRangeError):
+            self._send_problem(wanted, status=416, headers={"Content-Range": f"bytes */{nbytes}"})
+            return
+        begin, end = (wanted.begin, wanted.end) if wanted else (0, nbytes)
+        if wanted:
+            headers["Content-Range"] = f"bytes {begin}-{end - 1}/{nbytes}"
+        self._begin(206 if wanted else 200, {**headers, "Content-Length": str(end - begin)})
+        if self.command == "HEAD":
+            return
+        for piece in pieces(begin, end):
+            self._send([piece])
+            # No trailer can follow here: a body that ends early is how a reader learns of it.
+            self.source.check_stands(publication)
+
+    def _range(self, nbytes: int, etag: str) -> ByteRange | UnsatisfiableRangeError | None:
+        header = self.headers.get("Range")
+        if header is None or self.headers.get("If-Range", etag) != etag:
+            return None
+        try:
+            return parse_range(header, nbytes)
+        except UnsatisfiableRangeError as error:
+            return error
+
+    # -- sending ----------------------------------------------------------------------------------------------------
+
+    def _begin(self, status: int, headers: dict[str, str]) -> None:
+        self._answering = True
+        self.send_response(status)
+        self.send_header("Weightwire-Protocol", framing.PROTOCOL)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+
+    def _send(self, views: list[memoryview]) -> None:
+        """Send every byte of `views`, in order; a reader that takes none for `write_timeout_s` is an OSError."""
+        if isinstance(self.connection, ssl.SSLSocket):
+            for view in views:
+                self.connection.sendall(view)
+            return
+        while views:
+            sent = self.connection.sendmsg(views[:_MAX_IOVECS])
+            taken = 0
+            while taken < len(views) and sent >= len(views[taken]):
+                sent -= len(views[taken])
+                taken += 1
+            views = views[taken:]
+            if sent:
+                views[0] = views[0][sent:]
+
+    def _fail(self, trailer: list[memoryview], error: TransferError) -> None:
+        """End a stream in the middle; the body stays shorter than announced, so the connection ends too."""
+        self.close_connection = True
+        problem = problem_text(error)
+        self._send([*trailer, memoryview(framing.HEADER.pack(framing.FAIL, len(problem))), memoryview(problem)])
+
+    def _send_json(self, value: object) -> None:
+        body = json.dumps(value).encode()
+        self._begin(200, {"Content-Type": "application/json", "Content-Length": str(len(body))})
+        if self.command != "HEAD":
+            self._send([memoryview(body)])
+
+    def _send_problem(
+        self, error: TransferError, *, status: int | None = None, headers: dict[str, str] | None = None
+    ) -> None:
+        body = problem_text(error)
+        headers = {"Content-Type": PROBLEM, "Content-Length": str(len(body)), **(headers or {})}
+        if isinstance(error, SourceBusyError):
+            headers["Retry-After"] = str(error.facts.get("retry_after_s", 1))
+        if isinstance(error, AccessError) and status_for(error) == 401:
+            headers["WWW-Authenticate"] = "Bearer" if self.command == "GET" else "Ticket"
+        self._begin(status or status_for(error), headers)
+        if self.command != "HEAD":
+            self._send([memoryview(body)])
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002  (the base class's name)
+        logger.debug("%s %s", self.client_address[0], format % args)
+
+
+def _tensor_pieces(publication: Publication, tensor: TensorEntry) -> Callable[[int, int], Iterator[memoryview]]:
+    """The tensor's row-major bytes between two positions, in pieces of at most a chunk."""
+    region = publication.manifest.flat_region(tensor)
+    step = publication.manifest.chunk_bytes
+
+    def pieces(begin: int, end: int) -> Iterator[memoryview]:
+        for at in range(begin, end, step):
+            yield from publication.shells.gather(region, at, min(at + step, end))
+
+    return pieces
+
+
+def _tune(connection: socket.socket, *, peer: str) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if not is_loopback(peer) or not hasattr(socket, "TCP_CONGESTION"):
+        return
+    # A default of bbr paces even on loopback, and halves the rate there.
+    if connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).startswith(b"bbr"):
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
+        except OSError:
+            logger.debug("congestion control cubic is not to be had here")

@@ -1,0 +1,119 @@
+"""A source's data plane: a threaded HTTP/1.1 server that sends storages without copying them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import ssl
+import threading
+from http.server import ThreadingHTTPServer
+
+from weightwire.transfer.address import Address
+from weightwire.transfer.errors import SettingsError
+from weightwire.transfer.wire.source import Source
+from weightwire.transfer.wire.source_routes import SourceRoutes
+
+logger = logging.getLogger(__name__)
+
+
+class SourceServer:
+    """Answers for one `Source`, one thread for each connection; a context manager starts and stops it."""
+
+    def __init__(
+        self, source: Source, *, host: str = "127.0.0.1", port: int = 0, tls: ssl.SSLContext | None = None
+    ) -> None:
+        """Bind the port, and keep it; nobody is answered before `start`.
+
+        Raises:
+            SettingsError: If the address cannot be bound.
+        """
+        self.source = source
+        self._listener = _bind(host, port, source)
+        if tls is not None:
+            # The handshake waits for the connection's own thread: a silent client must not stop the others.
+            self._listener.socket = tls.wrap_socket(
+                self._listener.socket, server_side=True, do_handshake_on_connect=False
+            )
+        self.address = Address(scheme="https" if tls else "http", host=host, port=self._listener.server_port)
+        self._thread = threading.Thread(
+            target=self._listener.serve_forever, kwargs={"poll_interval": 0.05}, name="weightwire-source", daemon=True
+        )
+
+    def __enter__(self) -> SourceServer:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def url(self) -> str:
+        return str(self.address)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, *, drain_s: float = 5.0) -> None:
+        """Withdraw, let readers finish for up to `drain_s` seconds, cut off the rest, close the port."""
+        self.source.withdraw(drain_s=drain_s)
+        if self._thread.is_alive():
+            self._listener.shutdown()
+            self._thread.join()
+        self._listener.server_close()
+        self._listener.close_connections()
+
+
+class _Listener(ThreadingHTTPServer):
+    """Accepts connections, up to a limit, and can close them all."""
+
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 256
+
+    def __init__(self, host: str, port: int, source: Source) -> None:
+        self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        self.source = source
+        self._lock = threading.Lock()
+        self._connections: set[socket.socket] = set()
+        super().__init__((host, port), SourceRoutes)
+
+    def server_bind(self) -> None:
+        # The base class asks DNS for its own name here, which may take seconds and is never used.
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+        self.server_port = self.socket.getsockname()[1]
+
+    def verify_request(self, request: object, client_address: object) -> bool:
+        with self._lock:
+            if len(self._connections) >= self.source.limits.max_connections:
+                return False
+            if isinstance(request, socket.socket):
+                self._connections.add(request)
+            return True
+
+    def shutdown_request(self, request: socket.socket | tuple[bytes, socket.socket]) -> None:
+        with self._lock:
+            self._connections.discard(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        logger.debug("connection from %s ended", client_address, exc_info=True)
+
+    def close_connections(self) -> None:
+        with self._lock:
+            connections = list(self._connections)
+        for connection in connections:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _bind(host: str, port: int, source: Source) -> _Listener:
+    try:
+        return _Listener(host, port, source)
+    except OSError as error:
+        raise SettingsError(
+            f"address {host}:{port} cannot be bound: {error.strerror or error}; another process may hold the port",
+            host=host,
+            port=port,
+        ) from error
