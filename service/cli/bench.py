@@ -1,0 +1,173 @@
+"""`weightwire bench`: what this machine can do, measured between two processes over loopback."""
+
+from __future__ import annotations
+
+import json as json_module
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weightwire.service.cli import flags
+from weightwire.service.cli.bench_source import TARGET, synthetic_tensors
+from weightwire.service.cli.output import human_bytes, print_json, start_logging, stdout
+from weightwire.transfer.control import Control
+from weightwire.transfer.errors import IntegrityError, SourceUnreachableError
+from weightwire.transfer.manifest import Manifest
+from weightwire.transfer.planning import plan_pull
+from weightwire.transfer.shells import Shells
+from weightwire.transfer.tickets import Ticket, issue_ticket
+from weightwire.transfer.wire.puller import Puller, PullOptions
+from weightwire.transfer.wire.stream import Endpoint
+
+app = typer.Typer(no_args_is_help=True, help="Measure transfers between processes of this machine.")
+
+_PAGE_TOUCH = 1
+
+
+@app.callback()
+def _bench() -> None:
+    """Measure transfers between processes of this machine."""
+
+
+@app.command("pull")
+def bench_pull(
+    *,
+    mib: Annotated[int, typer.Option(help="Size of the transfer, in MiB.", min=1)] = 1024,
+    streams: Annotated[int, typer.Option(help="Connections to the source.", min=1, max=64)] = 2,
+    tensors: Annotated[int, typer.Option(help="Cut it into so many tensors, each in memory of its own.", min=1)] = 1,
+    deadline_s: flags.DeadlineS = 120.0,
+    json: flags.Json = False,
+    log_level: flags.LogLevel = "warning",
+) -> int:
+    """Pull synthetic weights from a source process into touched memory, verified; connections are open before.
+
+    The clock runs from the first request to the last verified byte. Afterwards every byte is compared.
+    """
+    start_logging(log_level)
+    with _source(mib << 20, tensors) as (endpoint, manifest, pid):
+        figures = _measure(endpoint, manifest, pid=pid, streams=streams, control=Control(deadline_s=deadline_s))
+    if json:
+        print_json({**figures.to_json(), "error": None})
+    else:
+        rate = human_bytes(figures.nbytes / figures.seconds)
+        stdout.print(
+            f"{human_bytes(figures.nbytes)} in {figures.seconds:.3f} s, {rate}/s, verified; "
+            f"{figures.cpu_seconds:.2f} s of CPU, {human_bytes(figures.peak_extra_rss_bytes)} beside the shells"
+        )
+    return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Figures:
+    nbytes: int
+    seconds: float
+    cpu_seconds: float
+    peak_extra_rss_bytes: int
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "bytes": self.nbytes,
+            "seconds": self.seconds,
+            "cpu_seconds": self.cpu_seconds,
+            "verified": True,
+            "peak_extra_rss_bytes": self.peak_extra_rss_bytes,
+        }
+
+
+def _measure(endpoint: Endpoint, manifest: Manifest, *, pid: int, streams: int, control: Control) -> _Figures:
+    shells = Shells.allocate(manifest)
+    shells.fill(_PAGE_TOUCH)
+    plan = plan_pull(shells.manifest, [manifest])
+    with Puller(shells, [endpoint], {manifest.digest: manifest}, PullOptions(streams=streams)) as puller:
+        puller.connect()
+        _reset_peak()
+        rss, cpu = _status_bytes("VmRSS"), _cpu_seconds(pid)
+        began = time.perf_counter()
+        puller.pull(plan, control)
+        seconds = time.perf_counter() - began
+        cpu, peak = _cpu_seconds(pid) - cpu, _status_bytes("VmHWM")
+        if puller.failures:
+            raise SourceUnreachableError(puller.failures[0].detail)
+        if puller.coverage.target.total != manifest.total_bytes:
+            raise IntegrityError("bench: bytes are missing at the end")
+    for name, expected in synthetic_tensors(manifest):
+        if not shells.tensor(name).equal(expected):
+            raise IntegrityError(f"tensor {name!r}: differs from what the source made")
+    return _Figures(
+        nbytes=manifest.total_bytes, seconds=seconds, cpu_seconds=cpu, peak_extra_rss_bytes=max(0, peak - rss)
+    )
+
+
+@contextmanager
+def _source(nbytes: int, tensors: int) -> Iterator[tuple[Endpoint, Manifest, int]]:
+    """A source process; ends with the block. Gives where it serves, what it holds, and its process id."""
+    key = secrets.token_bytes(32)
+    command = [sys.executable, "-m", "weightwire.service.cli.bench_source", str(nbytes), str(tensors)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(key.hex().encode() + b"\n")
+        process.stdin.flush()
+        ready = json_module.loads(process.stdout.readline() or b"{}")
+        if not ready:
+            raise SourceUnreachableError("bench: the source process did not start")
+        manifest = Manifest.from_text(process.stdout.readline().rstrip(b"\n"), digest=ready["manifest"])
+        yield _endpoint(ready["url"], ready["generation"], manifest, key), manifest, process.pid
+    finally:
+        if process.stdin is not None:
+            process.stdin.close()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def _endpoint(url: str, generation: int, manifest: Manifest, key: bytes) -> Endpoint:
+    ticket = Ticket(
+        transfer_id="bench",
+        source_instance="bench",
+        source_rank=0,
+        source_generation=generation,
+        target_instance=TARGET,
+        target_rank=0,
+        weight_version=1,
+        expires_at=time.time() + 3600,
+    )
+    return Endpoint(
+        instance_id="bench",
+        rank=0,
+        generation=generation,
+        weight_version=1,
+        url=url,
+        manifest=manifest.digest,
+        ticket=issue_ticket(key, ticket),
+        target_instance=TARGET,
+    )
+
+
+def _reset_peak() -> None:
+    # Source: proc(5), /proc/pid/clear_refs: 5 resets the peak of the resident set.
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _status_bytes(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _cpu_seconds(pid: int) -> float:
+    """User and system time of this process and of `pid`."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    ticks = os.sysconf("SC_CLK_TCK")
+    return time.process_time() + (int(fields[11]) + int(fields[12])) / ticks

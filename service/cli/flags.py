@@ -1,0 +1,158 @@
+"""Flags that several commands share, each with its environment variable."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weightwire.service.client.api import ServiceClient
+from weightwire.transfer.errors import SettingsError
+
+_CONNECTION = "Connection"
+_SERVING = "Serving"
+
+Service = Annotated[
+    str, typer.Option(envvar="WEIGHTWIRE_SERVICE", help="URL of the control plane.", rich_help_panel=_CONNECTION)
+]
+Token = Annotated[
+    str | None,
+    typer.Option(
+        envvar="WEIGHTWIRE_TOKEN",
+        help="Bearer token of the control plane.",
+        show_default=False,
+        rich_help_panel=_CONNECTION,
+    ),
+]
+TlsCa = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="WEIGHTWIRE_TLS_CA",
+        help="PEM file with the certificates to trust for https, in place of the system's.",
+        show_default=False,
+        rich_help_panel=_CONNECTION,
+    ),
+]
+AllowPlainHttp = Annotated[
+    bool,
+    typer.Option(
+        "--allow-plain-http",
+        envvar="WEIGHTWIRE_ALLOW_PLAIN_HTTP",
+        help="Let tokens and tickets travel unencrypted beyond this machine.",
+        rich_help_panel=_CONNECTION,
+    ),
+]
+Model = Annotated[str, typer.Option(envvar="WEIGHTWIRE_MODEL", help="Model id, such as org/name.", show_default=False)]
+Revision = Annotated[
+    str | None,
+    typer.Option(
+        envvar="WEIGHTWIRE_REVISION",
+        help="Revision of the model. Default: the digest of the checkpoint's config and headers.",
+        show_default=False,
+    ),
+]
+InstanceId = Annotated[
+    str | None,
+    typer.Option(envvar="WEIGHTWIRE_INSTANCE_ID", help="Name of this instance. Default: random.", show_default=False),
+]
+Host = Annotated[str, typer.Option(envvar="WEIGHTWIRE_HOST", help="Address to serve on.", rich_help_panel=_SERVING)]
+Port = Annotated[
+    int,
+    typer.Option(
+        envvar="WEIGHTWIRE_PORT", help="Port to serve on; 0 takes any free one.", min=0, max=65535,
+        rich_help_panel=_SERVING,
+    ),
+]  # fmt: skip
+Advertise = Annotated[
+    str | None,
+    typer.Option(
+        envvar="WEIGHTWIRE_ADVERTISE",
+        help="URL that others connect to. Default: the address that is served on.",
+        show_default=False,
+        rich_help_panel=_SERVING,
+    ),
+]
+TlsCert = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="WEIGHTWIRE_TLS_CERT",
+        help="PEM file with the certificate chain to serve https with.",
+        show_default=False,
+        rich_help_panel=_SERVING,
+    ),
+]
+TlsKey = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="WEIGHTWIRE_TLS_KEY",
+        help="PEM file with the certificate's key.",
+        show_default=False,
+        rich_help_panel=_SERVING,
+    ),
+]
+MaxReaders = Annotated[
+    int,
+    typer.Option(
+        envvar="WEIGHTWIRE_MAX_READERS",
+        help="Reads served at the same time; more are told to come back.",
+        min=1,
+        rich_help_panel=_SERVING,
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, for programs; logs go to stderr.")]
+LogLevel = Annotated[
+    str, typer.Option(envvar="WEIGHTWIRE_LOG_LEVEL", help="debug, info, warning or error; logs go to stderr.")
+]
+DeadlineS = Annotated[
+    float,
+    typer.Option(envvar="WEIGHTWIRE_DEADLINE_S", help="Seconds after which it fails with exit code 4.", min=0.001),
+]
+
+DEFAULT_SERVICE = "http://127.0.0.1:8700"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connection:
+    """How to reach the control plane, and whom to trust."""
+
+    service: str
+    token: str | None
+    tls_ca: Path | None
+    allow_plain_http: bool
+
+    def client(self) -> ServiceClient:
+        return ServiceClient(self.service, token=self.token, allow_plain_http=self.allow_plain_http, tls=self.trust())
+
+    def trust(self) -> ssl.SSLContext | None:
+        """What https connections trust; None for the system's own.
+
+        Raises:
+            SettingsError: If the file is no PEM file of certificates.
+        """
+        if self.tls_ca is None:
+            return None
+        try:
+            return ssl.create_default_context(cafile=str(self.tls_ca))
+        except (OSError, ssl.SSLError) as error:
+            raise SettingsError(f"--tls-ca {self.tls_ca}: {error}") from error
+
+
+def server_context(cert: Path | None, key: Path | None) -> ssl.SSLContext | None:
+    """What https is served with, if it is.
+
+    Raises:
+        SettingsError: If one of the two is missing, or they are no certificate and its key.
+    """
+    if cert is None and key is None:
+        return None
+    if cert is None or key is None:
+        raise SettingsError("--tls-cert and --tls-key: one is given, expected both or none")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(cert, key)
+    except (OSError, ssl.SSLError) as error:
+        raise SettingsError(f"--tls-cert {cert}, --tls-key {key}: {error}") from error
+    return context

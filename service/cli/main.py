@@ -1,0 +1,76 @@
+"""The `weightwire` command."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from typer.exceptions import TyperException
+
+from weightwire.service.cli import bench, inspect_commands, load, plan, pull, serve, source
+from weightwire.service.cli.exit_codes import DONE, WRONG_USAGE
+from weightwire.service.cli.output import fail, print_json, stderr
+from weightwire.service.settings import check_environment
+from weightwire.transfer.errors import CancelledError, TransferError
+
+app = typer.Typer(
+    name="weightwire",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Gives a new inference instance its weights from instances that already hold them, every byte verified.\n\n"
+    "Start with [bold]weightwire serve[/], then [bold]weightwire source[/] where the weights are, and "
+    "[bold]weightwire pull[/] where they are wanted. [bold]weightwire plan[/] shows what would move.",
+)
+app.command("serve")(serve.serve)
+app.command("source")(source.source)
+app.command("pull")(pull.pull)
+app.command("plan")(plan.plan)
+app.command("load")(load.load)
+app.command("status")(inspect_commands.status)
+app.command("cancel")(inspect_commands.cancel)
+app.add_typer(bench.app, name="bench")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"weightwire {version('weightwire')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and exit with its code: 0 done, 1 failed, 2 usage, 3 cancelled, 4 deadline."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    sys.exit(run(arguments))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command; returns its exit code. Every failure is printed, in JSON if the command was asked for it."""
+    as_json = "--json" in arguments
+    try:
+        check_environment()
+        result = app(arguments, standalone_mode=False)
+    except TyperException as error:
+        if as_json:
+            print_json({"error": {"code": "usage", "detail": error.format_message()}})
+        stderr.print(f"[bold red]usage[/]: {escape(error.format_message())}; --help says more", highlight=False)
+        return WRONG_USAGE
+    except typer.Exit as stop:
+        return stop.exit_code
+    except (typer.Abort, KeyboardInterrupt):
+        return fail(CancelledError("cancelled from the keyboard"), as_json=as_json)
+    except TransferError as error:
+        return fail(error, as_json=as_json)
+    return result if isinstance(result, int) else DONE

@@ -1,0 +1,142 @@
+"""What the commands print: JSON for programs on stdout, tables and progress for people, logs on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from weightwire.service.cli.exit_codes import code_for
+from weightwire.transfer.errors import SettingsError, TransferError
+from weightwire.transfer.session import RankProgress, TransferState
+
+stdout = Console()
+stderr = Console(stderr=True)
+
+_LEVELS = ("debug", "info", "warning", "error")
+
+
+def print_json(value: object) -> None:
+    """One JSON object on one line, flushed."""
+    sys.stdout.write(json.dumps(value) + "\n")
+    sys.stdout.flush()
+
+
+def start_logging(level: str) -> None:
+    """Raises:
+    SettingsError: If `level` is not one of ours.
+    """
+    if level.lower() not in _LEVELS:
+        raise SettingsError(f"--log-level {level!r}: expected one of {', '.join(_LEVELS)}")
+    handler = RichHandler(console=stderr, show_path=False, rich_tracebacks=False)
+    logging.basicConfig(level=level.upper(), handlers=[handler], format="%(message)s", force=True)
+    # They say again what our own lines say.
+    for chatty in ("httpx", "httpcore", "uvicorn.error"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+
+
+def error_json(error: TransferError) -> dict[str, object]:
+    """The `error` member of a command's JSON: code, detail, and the facts that the error carries."""
+    return {**error.facts, "code": error.code, "detail": str(error)}
+
+
+def print_error(error: TransferError) -> None:
+    stderr.print(f"[bold red]error[/] [bold]{error.code}[/]: ", end="")
+    stderr.print(str(error), markup=False, highlight=False)
+
+
+def fail(error: TransferError, *, as_json: bool, facts: dict[str, object] | None = None) -> int:
+    """Print an error for whoever reads; returns the exit code."""
+    if as_json:
+        print_json({**(facts or {}), "error": error_json(error)})
+    else:
+        print_error(error)
+    return code_for(error)
+
+
+def human_bytes(nbytes: float) -> str:
+    """`1.5 GB`: decimal units, as rates are given."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(nbytes) < 1000 or unit == "TB":
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1000
+    raise AssertionError("the last unit takes everything")
+
+
+@contextlib.contextmanager
+def progress_bar(label: str, *, enabled: bool, rank: int = 0) -> Iterator[Callable[[RankProgress], None]]:
+    """A bar with bytes, rate and time left, for one rank; gives the function that moves it.
+
+    Args:
+        enabled: False prints nothing and costs nothing.
+    """
+    if not enabled:
+        yield lambda _: None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[state]}"),
+    )
+    with Progress(*columns, console=stderr) as progress:
+        task = progress.add_task(f"{label} rank {rank}", total=None, state="")
+        yield _Bar(progress, task).update
+
+
+@contextlib.contextmanager
+def byte_bar(label: str, *, total: int, enabled: bool) -> Iterator[Callable[[int], None]]:
+    """A bar for work in one pass; gives the function that adds bytes to it."""
+    done = 0
+    with progress_bar(label, enabled=enabled) as moved:
+
+        def add(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            moved(RankProgress(bytes_total=total, bytes_disk=done))
+
+        yield add
+
+
+class _Bar:
+    """Moves a bar, a few times a second at most: drawing it for every chunk would cost more than the chunk."""
+
+    _INTERVAL_S = 0.1
+
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self._progress = progress
+        self._task = task
+        self._lock = threading.Lock()
+        self._state: TransferState | None = None
+        self._drawn_at = 0.0
+
+    def update(self, now: RankProgress) -> None:
+        done = now.bytes_peer + now.bytes_disk
+        with self._lock:
+            clock = time.monotonic()
+            if now.state is self._state and done < now.bytes_total and clock - self._drawn_at < self._INTERVAL_S:
+                return
+            self._state, self._drawn_at = now.state, clock
+            # Work that is no transfer has no state to show.
+            state = "" if now.state is TransferState.PLANNED else str(now.state)
+            self._progress.update(self._task, completed=done, total=now.bytes_total, state=state)

@@ -1,0 +1,20 @@
+"""What a source or a target says to the service: REST calls, leases, and whole transfers."""
+
+from weightwire.service.client.api import Grant, Lease, RankBinding, ServiceClient
+from weightwire.service.client.membership import Membership
+from weightwire.service.client.sessions import pull, serving
+from weightwire.service.client.target import Pulled, PullEvents, PullRequest, Target
+
+__all__ = [
+    "Grant",
+    "Lease",
+    "Membership",
+    "PullEvents",
+    "PullRequest",
+    "Pulled",
+    "RankBinding",
+    "ServiceClient",
+    "Target",
+    "pull",
+    "serving",
+]

@@ -1,0 +1,388 @@
+"""The control plane's REST API as Python calls, blocking."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import gzip
+import json
+import ssl
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self, TypeAlias, cast
+from urllib.parse import quote
+
+import httpx
+
+from weightwire.transfer.address import Address
+from weightwire.transfer.errors import (
+    NotFoundError,
+    ServiceUnreachableError,
+    SettingsError,
+    TransferError,
+    VersionSkewError,
+)
+from weightwire.transfer.manifest import Manifest, Topology
+from weightwire.transfer.problems import refusal_of
+from weightwire.transfer.session import RankProgress, TransferState
+from weightwire.transfer.wire.framing import PROTOCOL
+from weightwire.transfer.wire.source import Access
+from weightwire.transfer.wire.stream import Endpoint
+
+Json: TypeAlias = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankBinding:
+    """One rank process that speaks for itself.
+
+    Attributes:
+        url: Of its data plane; None while it only takes.
+        epoch: Of its instance; the generation of a single process unless several processes agreed on one.
+    """
+
+    instance_id: str
+    generation: int
+    rank: int = 0
+    url: str | None = None
+    epoch: int | None = None
+
+    @property
+    def instance_epoch(self) -> int:
+        return self.generation if self.epoch is None else self.epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """What a registration gives.
+
+    Attributes:
+        lease_s: Register again within this time.
+        access: For the source's server.
+        published: Digest that the service has on record for this rank; None: publish, or publish again.
+    """
+
+    lease_s: float
+    access: Access
+    published: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grant:
+    """A transfer that the service granted to one target rank.
+
+    Attributes:
+        sources: In order of preference, each with its ticket.
+        reasons: Why other instances of the model were not taken, by instance.
+    """
+
+    transfer_id: str
+    deadline_at: str
+    sources: tuple[Endpoint, ...]
+    reasons: Mapping[str, str]
+
+
+class ServiceClient:
+    """One connection pool to the service. Threads may share it.
+
+    Proxy variables of the environment are not looked at: these calls stay inside the cluster.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        allow_plain_http: bool = False,
+        tls: ssl.SSLContext | None = None,
+        timeout_s: float = 10.0,
+    ) -> None:
+        """Args:
+        url: `http://host:port` of the service.
+        token: Bearer token.
+        allow_plain_http: Send the token unencrypted beyond loopback.
+        tls: Trust for https.
+        timeout_s: For a call to connect, and for each of its reads and writes.
+
+        Raises:
+            SettingsError: If the token would travel unencrypted.
+            RequestError: If `url` is not an address.
+        """
+        address = Address.parse(url)
+        if token and address.scheme == "http" and not address.is_loopback and not allow_plain_http:
+            raise SettingsError(
+                f"service {url}: the token would travel unencrypted, expected https or --allow-plain-http"
+            )
+        self.url = str(address)
+        headers = {"Weightwire-Protocol": PROTOCOL} | ({"Authorization": f"Bearer {token}"} if token else {})
+        self._http = httpx.Client(
+            base_url=self.url,
+            headers=headers,
+            timeout=timeout_s,
+            trust_env=False,
+            verify=tls or ssl.create_default_context(),
+        )
+
+    def close(self) -> None:
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- instances -------------------------------------------------------------------------------------------
+
+    def register(
+        self,
+        binding: RankBinding,
+        *,
+        model: str,
+        revision: str | None,
+        topology: Topology,
+        lease_s: float | None = None,
+    ) -> Lease:
+        """Register one rank, or renew its lease.
+
+        Raises:
+            ConflictError: If a newer process of this instance is registered.
+            ServiceUnreachableError: If the service does not answer.
+        """
+        body = {
+            "model": model,
+            "revision": revision or None,
+            "epoch": binding.instance_epoch,
+            "topology": {"tp": topology.tp, "pp": topology.pp, "ep": topology.ep},
+            "ranks": [{"rank": binding.rank, "generation": binding.generation, "url": binding.url}],
+            "lease_s": lease_s,
+        }
+        answer = self._call("PUT", f"/v1/instances/{_segment(binding.instance_id)}", body)
+        rank = next(rank for rank in _items(answer, "ranks") if rank["rank"] == binding.rank)
+        published = cast("Json | None", rank.get("published"))
+        return Lease(
+            lease_s=float(cast(float, answer["lease_s"])),
+            access=Access(
+                ticket_key=_base64url(str(rank["ticket_key"])),
+                read_token_sha256=frozenset(map(str, cast("list[object]", answer["read_token_sha256"]))),
+            ),
+            published=None if published is None else str(published["manifest_digest"]),
+        )
+
+    def leave(self, binding: RankBinding) -> None:
+        """Take one rank out of the matching at once; no error if it is not known."""
+        params = {"epoch": binding.instance_epoch, "rank": binding.rank, "generation": binding.generation}
+        with contextlib.suppress(NotFoundError):
+            self._call("DELETE", f"/v1/instances/{_segment(binding.instance_id)}", params=params)
+
+    def publish(self, binding: RankBinding, manifest: Manifest, *, weight_version: int) -> None:
+        """Say what a rank holds; the manifest itself is sent only if the service does not have it."""
+        body: Json = {
+            "epoch": binding.instance_epoch,
+            "generation": binding.generation,
+            "weight_version": weight_version,
+            "digest": manifest.digest,
+            "manifest": None,
+        }
+        path = f"/v1/instances/{_segment(binding.instance_id)}/ranks/{binding.rank}/manifest"
+        try:
+            self._call("PUT", path, body)
+        except NotFoundError as error:
+            if error.facts.get("kind") != "manifest":
+                raise
+            # The canonical text goes in as it is, so that nothing on the way can spell it otherwise.
+            head, _, tail = json.dumps({**body, "manifest": 0}).encode().partition(b'"manifest": 0')
+            self._call("PUT", path, raw=gzip.compress(head + b'"manifest": ' + manifest.text + tail, compresslevel=1))
+
+    def manifest(self, digest: str) -> Manifest:
+        """Fetch a manifest by its address, and check that it has it.
+
+        Raises:
+            NotFoundError: If the service does not have it.
+            ManifestError: If the bytes are not those of the digest.
+        """
+        with self._as_ours():
+            response = self._http.get(f"/v1/manifests/{digest}")
+            self._check(response)
+            return Manifest.from_text(response.content, digest=digest)
+
+    def instances(self) -> list[Json]:
+        return self._list("/v1/instances")
+
+    def sources(self, model: str, *, revision: str | None = None) -> list[Json]:
+        """Who can serve a model, in which version and state."""
+        return self._list(f"/v1/models/{_segment(model)}/sources", params={"revision": revision} if revision else None)
+
+    # -- transfers -------------------------------------------------------------------------------------------
+
+    def plan(self, model: str, *, revision: str | None = None, manifests: Sequence[Manifest] = ()) -> Json:
+        """A dry run: what would move if a target asked now."""
+        targets = [json.loads(manifest.text) for manifest in manifests] or None
+        return self._call("POST", "/v1/plans", {"model": model, "revision": revision, "manifest": targets})
+
+    def create_transfer(
+        self,
+        binding: RankBinding,
+        *,
+        model: str,
+        revision: str | None,
+        weight_version: int | None = None,
+        deadline_s: float,
+        idempotency_key: str | None = None,
+    ) -> Grant:
+        """Ask for a transfer into a registered rank.
+
+        Raises:
+            NotFoundError: If the target is not registered.
+            ConflictError: If the idempotency key was used for another request.
+        """
+        body = {
+            "model": model,
+            "revision": revision or None,
+            "weight_version": weight_version,
+            "target": {
+                "instance_id": binding.instance_id,
+                "epoch": binding.instance_epoch,
+                "ranks": [{"rank": binding.rank, "generation": binding.generation}],
+            },
+            "deadline_s": deadline_s,
+        }
+        headers = {"Idempotency-Key": idempotency_key} if idempotency_key else {}
+        answer = self._call("POST", "/v1/transfers", body, headers=headers)
+        rank = next(rank for rank in _items(answer, "ranks") if rank["rank"] == binding.rank)
+        return Grant(
+            transfer_id=str(answer["transfer_id"]),
+            deadline_at=str(answer["deadline_at"]),
+            sources=tuple(_endpoint(source, binding) for source in _items(rank, "sources")),
+            reasons={str(item["instance_id"]): str(item["reason"]) for item in _items(answer, "reasons")},
+        )
+
+    def transfer(self, transfer_id: str) -> Json:
+        return self._call("GET", f"/v1/transfers/{_segment(transfer_id)}")
+
+    def transfers(self) -> list[Json]:
+        return self._list("/v1/transfers")
+
+    def cancel(self, transfer_id: str) -> Json:
+        """Stop a transfer; one that ended stays as it is."""
+        return self._call("DELETE", f"/v1/transfers/{_segment(transfer_id)}")
+
+    def report(
+        self,
+        transfer_id: str,
+        binding: RankBinding,
+        progress: RankProgress,
+        *,
+        sources: Sequence[tuple[str, int, int]] = (),
+    ) -> TransferState:
+        """Report a rank's progress; returns the transfer's state, which somebody else may have ended.
+
+        Args:
+            sources: Bytes by source, as (instance, rank, bytes).
+        """
+        error = {"code": progress.error_code, "detail": progress.error_detail or ""} if progress.error_code else None
+        body = {
+            "generation": binding.generation,
+            "state": str(progress.state),
+            "bytes_total": progress.bytes_total,
+            "bytes_peer": progress.bytes_peer,
+            "bytes_disk": progress.bytes_disk,
+            "error": error,
+            "sources": [{"instance_id": name, "rank": rank, "bytes": nbytes} for name, rank, nbytes in sources],
+        }
+        path = f"/v1/transfers/{_segment(transfer_id)}/ranks/{binding.rank}/progress"
+        return TransferState(str(self._call("POST", path, body)["state"]))
+
+    def events(self, transfer_id: str) -> Iterator[Json]:
+        """Follow a transfer until it ends: its object at every change, as the service streams it."""
+        path = f"/v1/transfers/{_segment(transfer_id)}/events"
+        with self._as_ours(), self._http.stream("GET", path, headers={"Accept": "text/event-stream"}) as response:
+            if response.status_code != 200:
+                response.read()
+                self._check(response)
+            for line in response.iter_lines():
+                if line.startswith("data:"):
+                    yield json.loads(line.removeprefix("data:"))
+
+    # -- HTTP ------------------------------------------------------------------------------------------------
+
+    def _call(
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        *,
+        raw: bytes | None = None,
+        params: Mapping[str, str | int] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Json:
+        headers = dict(headers or {})
+        content = raw
+        if raw is not None:
+            headers |= {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+        elif body is not None:
+            headers["Content-Type"] = "application/json"
+            content = json.dumps(body).encode()
+        with self._as_ours():
+            response = self._http.request(method, path, content=content, params=params, headers=headers)
+            self._check(response)
+            return cast(Json, response.json()) if response.content else {}
+
+    def _list(self, path: str, params: Mapping[str, str] | None = None) -> list[Json]:
+        with self._as_ours():
+            response = self._http.get(path, params=params)
+            self._check(response)
+            return cast("list[Json]", response.json())
+
+    def _check(self, response: httpx.Response) -> None:
+        spoken = response.headers.get("weightwire-protocol", "")
+        if response.is_success and spoken.partition(".")[0] == PROTOCOL.partition(".")[0]:
+            return
+        if response.is_success:
+            raise VersionSkewError(f"service {self.url}: speaks protocol {spoken!r}, this side {PROTOCOL}")
+        raise refusal_of(
+            status=response.status_code,
+            body=response.content,
+            content_type=response.headers.get("content-type", ""),
+            url=str(response.request.url.copy_with(query=None)),
+        )
+
+    @contextlib.contextmanager
+    def _as_ours(self) -> Iterator[None]:
+        try:
+            yield
+        except httpx.TransportError as error:
+            raise ServiceUnreachableError(
+                f"service {self.url}: {str(error) or type(error).__name__}", url=self.url
+            ) from error
+        except ValueError as error:
+            raise TransferError(f"service {self.url}: answered with something else than JSON: {error}") from error
+
+
+def _endpoint(source: Json, target: RankBinding) -> Endpoint:
+    return Endpoint(
+        instance_id=str(source["instance_id"]),
+        rank=int(cast(int, source["rank"])),
+        generation=int(cast(int, source["generation"])),
+        weight_version=int(cast(int, source["weight_version"])),
+        url=str(source["url"]),
+        manifest=str(source["manifest_digest"]),
+        ticket=str(source["ticket"]),
+        target_instance=target.instance_id,
+        target_rank=target.rank,
+    )
+
+
+def _items(value: Json, key: str) -> list[Json]:
+    return cast("list[Json]", value[key])
+
+
+def _segment(name: str) -> str:
+    return quote(name, safe="")
+
+
+def _base64url(text: str) -> bytes:
+    return base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))

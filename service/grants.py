@@ -1,0 +1,121 @@
+"""A transfer as a value: what a target was granted, and how far it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from weightwire.service.matching import Reason
+from weightwire.transfer.manifest import Topology
+from weightwire.transfer.session import RankProgress, Session, TransferState
+from weightwire.transfer.tickets import Ticket
+
+# Sources compare a ticket's expiry with clocks of their own.
+_CLOCK_SKEW_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrantedSource:
+    """A source rank that one target rank may read from, and how much it has read."""
+
+    instance_id: str
+    epoch: int
+    rank: int
+    generation: int
+    url: str
+    weight_version: int
+    manifest_digest: str
+    nbytes_read: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetRank:
+    """One rank of the target: the process that takes, and where from."""
+
+    rank: int
+    generation: int
+    sources: tuple[GrantedSource, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """One transfer. Times are in seconds since 1970.
+
+    Attributes:
+        revision: What the sources hold; None if there is no source and none was asked for.
+        ranks: The target's, in order of rank.
+        sequence: Grows with each change.
+        request_digest: Of the request that made it: a repeated request is known by it.
+    """
+
+    transfer_id: str
+    model: str
+    revision: str | None
+    weight_version: int | None
+    topology: Topology
+    target_instance: str
+    target_epoch: int
+    ranks: tuple[TargetRank, ...]
+    reasons: tuple[Reason, ...]
+    created_at: float
+    deadline_at: float
+    request_digest: str
+    idempotency_key: str | None = None
+    ended_at: float | None = None
+    sequence: int = 1
+    session: Session = field(default_factory=Session)
+
+    @property
+    def state(self) -> TransferState:
+        return self.session.state
+
+    @property
+    def source_instances(self) -> frozenset[str]:
+        return frozenset(source.instance_id for rank in self.ranks for source in rank.sources)
+
+    def seconds(self, now: float) -> float:
+        """How long it has been running, or ran."""
+        return (now if self.ended_at is None else self.ended_at) - self.created_at
+
+    def ticket(self, target_rank: int, source: GrantedSource) -> Ticket:
+        """What the ticket says with which a target rank reads from a source."""
+        return Ticket(
+            transfer_id=self.transfer_id,
+            source_instance=source.instance_id,
+            source_rank=source.rank,
+            source_generation=source.generation,
+            target_instance=self.target_instance,
+            target_rank=target_rank,
+            weight_version=source.weight_version,
+            expires_at=self.deadline_at + _CLOCK_SKEW_S,
+        )
+
+    def moved_to(self, session: Session, *, now: float) -> Transfer:
+        """The transfer after its session has changed; the same value if it has not."""
+        if session == self.session:
+            return self
+        ended_at = now if session.state.is_final else None
+        return replace(self, session=session, ended_at=ended_at, sequence=self.sequence + 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rate:
+    """Mean rate of a transfer or of one rank since the grant, and the time left at that rate.
+
+    Attributes:
+        bytes_per_s: None before any time has passed.
+        eta_s: None where nothing is known: no byte has come, the total is not known, or it is over.
+    """
+
+    bytes_per_s: float | None
+    eta_s: float | None
+
+    @classmethod
+    def of(cls, *, done: int, total: int, seconds: float, is_final: bool) -> Rate:
+        # The mean since the grant, not a window: a transfer that stalls is seen to slow down, without any state.
+        per_s = done / seconds if seconds > 0 else None
+        known = bool(per_s) and total > 0 and not is_final
+        return cls(bytes_per_s=per_s, eta_s=max(total - done, 0) / per_s if per_s and known else None)
+
+
+def bytes_done(progress: RankProgress) -> int:
+    return progress.bytes_peer + progress.bytes_disk

@@ -1,0 +1,123 @@
+"""Which sources a target is granted, and why the others are not: a pure choice."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from weightwire.service.instances import Instance
+from weightwire.transfer.manifest import Topology
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Want:
+    """What a target asks for; None leaves the choice to the service."""
+
+    model: str
+    revision: str | None
+    weight_version: int | None
+    topology: Topology
+    exclude_instance: str | None
+    max_sources: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reason:
+    """Why an instance of the model was not taken."""
+
+    instance_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The sources, best first; all of them hold `revision` at `weight_version`.
+
+    Without any source both are what was asked for.
+    """
+
+    revision: str | None
+    weight_version: int | None
+    sources: tuple[Instance, ...]
+    reasons: tuple[Reason, ...]
+
+
+def choose_sources(instances: Iterable[Instance], want: Want, *, readers: Mapping[str, int], now: float) -> Choice:
+    """Choose among the instances of one model.
+
+    A source is live and complete, has the target's topology, and the revision and version that were asked for. Where
+    these are open, the newest weight version wins, then the revision that most instances hold, then the revision
+    that sorts first. The sources are ordered by the bytes that they hold, then by how many share the same manifests,
+    then by running transfers, fewest first, then by id.
+
+    Args:
+        instances: Candidates; those of other models are passed over.
+        want: What the target asks for.
+        readers: Running transfers of each source instance, by id.
+        now: Time at which leases are looked at.
+    """
+    reasons: dict[str, str] = {}
+    fitting: list[Instance] = []
+    for instance in instances:
+        if instance.model != want.model:
+            continue
+        reason = _why_not(instance, want, now)
+        if reason is None:
+            fitting.append(instance)
+        else:
+            reasons[instance.instance_id] = reason
+    holders = Counter((instance.weight_version or 0, instance.revision or "") for instance in fitting)
+    if not holders:
+        return Choice(revision=want.revision, weight_version=want.weight_version, sources=(), reasons=_sorted(reasons))
+    # Open questions are settled among those that fit only: a newer version that nobody can serve does not count.
+    version, revision = min(holders, key=lambda held: (-held[0], -holders[held], held[1]))
+    sources: list[Instance] = []
+    for instance in _ordered(fitting, readers):
+        if (instance.weight_version, instance.revision) != (version, revision):
+            reasons[instance.instance_id] = (
+                f"holds revision {instance.revision!r} at weight version {instance.weight_version}, "
+                f"the transfer takes {revision!r} at {version}"
+            )
+        elif len(sources) == want.max_sources:
+            reasons[instance.instance_id] = f"{want.max_sources} other sources are preferred"
+        else:
+            sources.append(instance)
+    return Choice(revision=revision, weight_version=version, sources=tuple(sources), reasons=_sorted(reasons))
+
+
+def _why_not(instance: Instance, want: Want, now: float) -> str | None:
+    if instance.instance_id == want.exclude_instance:
+        return "is the target"
+    if (reason := instance.why_no_source(now)) is not None:
+        return reason
+    if instance.topology != want.topology:
+        theirs, ours = instance.topology, want.topology
+        return (
+            f"topology is tp={theirs.tp} pp={theirs.pp} ep={theirs.ep}, "
+            f"the target's tp={ours.tp} pp={ours.pp} ep={ours.ep}"
+        )
+    if want.revision not in (None, instance.revision):
+        return f"revision is {instance.revision!r}, asked for {want.revision!r}"
+    if want.weight_version not in (None, instance.weight_version):
+        return f"weight version is {instance.weight_version}, asked for {want.weight_version}"
+    return None
+
+
+def _ordered(instances: list[Instance], readers: Mapping[str, int]) -> list[Instance]:
+    sharing = Counter(instance.digests for instance in instances)
+    return sorted(
+        instances,
+        key=lambda instance: (
+            -instance.nbytes,
+            -sharing[instance.digests],
+            # Keeps the holders of one manifest together: a target plans each manifest once.
+            instance.digests,
+            readers.get(instance.instance_id, 0),
+            instance.instance_id,
+        ),
+    )
+
+
+def _sorted(reasons: Mapping[str, str]) -> tuple[Reason, ...]:
+    return tuple(Reason(instance_id=name, reason=reasons[name]) for name in sorted(reasons))
