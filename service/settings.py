@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import ssl
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
@@ -149,6 +150,11 @@ def check_settings(settings: Settings) -> None:
     for path in (settings.tls_cert, settings.tls_key):
         if path is not None and not path.is_file():
             raise SettingsError(f"tls: {path} is not a file")
+    if settings.tls_cert is not None:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.tls_cert, settings.tls_key)
+        except OSError as error:
+            raise SettingsError(f"tls: {settings.tls_cert} and {settings.tls_key}: {error}") from error
     if settings.advertise is not None:
         try:
             Address.parse(settings.advertise)

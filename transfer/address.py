@@ -47,18 +47,24 @@ class Address:
             parts = urlsplit(url)
             port = parts.port
         except ValueError as error:
-            raise RequestError(f"address {url!r}: {error}; {_BRACKETS}") from error
+            raise RequestError(f"address {_shown(url)}: host or port cannot be; {_BRACKETS}") from error
         if parts.scheme not in _DEFAULT_PORTS:
-            raise RequestError(f"address {url!r}: scheme is {parts.scheme!r}, expected http or https")
+            raise RequestError(f"address {_shown(url)}: expected scheme http or https")
         if parts.username is not None or parts.password is not None:
             raise RequestError("address: holds credentials, expected them in a header")
         if parts.path not in ("", "/") or parts.query or parts.fragment:
-            raise RequestError(f"address {url!r}: has more than a scheme, a host and a port")
+            raise RequestError(f"address {_shown(url)}: has more than a scheme, a host and a port")
         if not parts.hostname or (parts.netloc.count(":") > 1 and "[" not in parts.netloc):
-            raise RequestError(f"address {url!r}: no host; {_BRACKETS}")
+            raise RequestError(f"address {_shown(url)}: no host; {_BRACKETS}")
         if port == 0 or any(character.isspace() or ord(character) < 32 for character in url):
-            raise RequestError(f"address {url!r}: expected a port of 1 to 65535 and no blanks")
+            raise RequestError(f"address {_shown(url)}: expected a port of 1 to 65535 and no blanks")
         return cls(scheme=parts.scheme, host=parts.hostname, port=port or _DEFAULT_PORTS[parts.scheme])
+
+
+def _shown(url: str) -> str:
+    """The URL for a message, without what may be a secret: errors end up in logs and in other people's screens."""
+    scheme, separator, rest = url.partition("://") if "://" in url else ("", "", url)
+    return repr(scheme + separator + rest.rpartition("@")[2].partition("?")[0].partition("#")[0])
 
 
 def is_loopback(host: str) -> bool:

@@ -10,6 +10,7 @@ _MEMINFO = Path("/proc/meminfo")
 # Source: Linux, Documentation/admin-guide/cgroup-v2.rst.
 _CGROUP_MAX = Path("/sys/fs/cgroup/memory.max")
 _CGROUP_CURRENT = Path("/sys/fs/cgroup/memory.current")
+_CGROUP_STAT = Path("/sys/fs/cgroup/memory.stat")
 
 
 def available_bytes() -> int | None:
@@ -46,4 +47,13 @@ def _cgroup_bytes() -> int | None:
         used = int(_CGROUP_CURRENT.read_text())
     except (OSError, ValueError):
         return None
-    return None if limit == "max" else max(0, int(limit) - used)
+    # The page cache counts as used, and is given back before anybody is killed: a checkpoint that was read fills it.
+    return None if limit == "max" else max(0, int(limit) - max(0, used - _inactive_cache_bytes()))
+
+
+def _inactive_cache_bytes() -> int:
+    try:
+        lines = _CGROUP_STAT.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)

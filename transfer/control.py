@@ -7,7 +7,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from weightwire.transfer.errors import CancelledError, DeadlineError
+from weightwire.transfer.errors import CancelledError, DeadlineError, TransferError
+
+# A thread cannot be told to wait for longer; reached from "no deadline", which callers write as infinity.
+_LONGEST_WAIT_S = threading.TIMEOUT_MAX
 
 
 class Control:
@@ -18,9 +21,9 @@ class Control:
         deadline_s: Seconds from now.
         """
         self._deadline_s = deadline_s
-        self._ends_at = time.monotonic() + deadline_s
+        self._ends_at = time.monotonic() + min(deadline_s, _LONGEST_WAIT_S)
         self._lock = threading.Lock()
-        self._reason: str | None = None
+        self._error: TransferError | None = None
         self._stopped = threading.Event()
         self._callbacks: list[Callable[[], None]] = []
 
@@ -31,10 +34,14 @@ class Control:
 
     def cancel(self, reason: str = "cancelled by the caller") -> None:
         """Stop the transfer. From any thread, more than once."""
+        self.stop(CancelledError(f"transfer: {reason}"))
+
+    def stop(self, error: TransferError) -> None:
+        """End the transfer with `error`; the first one stands. From any thread."""
         with self._lock:
-            if self._reason is not None:
+            if self._error is not None:
                 return
-            self._reason = reason
+            self._error = error
             callbacks = list(self._callbacks)
         self._stopped.set()
         for callback in callbacks:
@@ -42,11 +49,11 @@ class Control:
 
     def check(self) -> None:
         """Raises:
-        CancelledError: If somebody stopped the transfer.
+        TransferError: With which somebody stopped it: `CancelledError` after `cancel`.
         DeadlineError: If its time is over.
         """
-        if self._reason is not None:
-            raise CancelledError(f"transfer: {self._reason}")
+        if self._error is not None:
+            raise self._error
         if not self.remaining_s:
             raise DeadlineError(f"transfer: not done within its deadline of {self._deadline_s:g} s")
 
@@ -65,7 +72,7 @@ class Control:
         """Call `callback` from the cancelling thread while the block runs; at once if stopped already."""
         with self._lock:
             self._callbacks.append(callback)
-            stopped = self._reason is not None
+            stopped = self._error is not None
         if stopped:
             callback()
         try:

@@ -58,8 +58,16 @@ class Dtype:
         return (*logical[:-1], logical[-1] // self.packing)
 
     def logical_shape(self, elements: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape that a safetensors header states for `elements`; the inverse of `element_shape`."""
-        return elements if self.packing == 1 else (*elements[:-1], elements[-1] * self.packing)
+        """Shape that a safetensors header states for `elements`; the inverse of `element_shape`.
+
+        Raises:
+            DtypeError: If a packed dtype has no dimension that it can be packed along.
+        """
+        if self.packing == 1:
+            return elements
+        if not elements:
+            raise DtypeError(f"dtype {self.name!r}: shape is [], expected a dimension to pack along", dtype=self.name)
+        return (*elements[:-1], elements[-1] * self.packing)
 
 
 _TABLE = (

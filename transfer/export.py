@@ -30,12 +30,12 @@ def exported_tensors(manifest: Manifest) -> tuple[tuple[TensorEntry, ...], dict[
 
     Names that are aliases stand in the metadata: `alias:NAME` -> the name that has the bytes.
     """
-    first: dict[tuple[str, Region], str] = {}
+    first: dict[tuple[str, tuple[int, ...], Region], str] = {}
     metadata = {"format": "pt"}
     tensors: list[TensorEntry] = []
     for tensor in manifest.tensors:
-        # A tensor without elements has no bytes to share.
-        key = (tensor.dtype, manifest.flat_region(tensor))
+        # A tensor without elements has no bytes to share; one of another shape cannot be told by a name alone.
+        key = (tensor.dtype, tensor.shape, manifest.flat_region(tensor))
         if tensor.nbytes and (owner := first.setdefault(key, tensor.name)) != tensor.name:
             metadata[f"alias:{tensor.name}"] = owner
         else:

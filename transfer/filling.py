@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from weightwire.transfer.checkpoint import Checkpoint
@@ -22,6 +22,7 @@ from weightwire.transfer.planning import (
     Plan,
     check_servable,
     check_specs,
+    entangled,
     filled_region,
     missing_tensors,
     plan_pull,
@@ -119,7 +120,8 @@ class _Filling:
         self._on_progress = on_progress
         self._lock = threading.Lock()
         self._progress = RankProgress(bytes_total=_needed_bytes(self._target))
-        self._from_disk: set[str] = set()
+        self._from_disk: set[Region] = set()
+        self._on_disk: Set[str] = origins.checkpoint.entries.keys() if origins.checkpoint else frozenset()
 
     def run(self, options: PullOptions | None) -> FillResult:
         began = time.monotonic()
@@ -127,26 +129,30 @@ class _Filling:
         if checkpoint is not None:
             check_specs(self._target, _specs(checkpoint))
         with Puller(self._shells, self._origins.endpoints, self._origins.manifests, options) as puller:
-            plan = plan_pull(self._target, puller.live_manifests)
-            check_servable(plan, checkpoint.entries if checkpoint else ())
+            plan = self._plan(puller)
+            check_servable(plan, self._on_disk)
             self._report(state=TransferState.RECEIVING)
-            left = self._pull(puller, plan)
-            self._read_disk(left, puller)
-            self._report(state=TransferState.VERIFYING)
-            self._verify(puller)
-            self._report(state=TransferState.READY)
-            return self._result(plan, puller, time.monotonic() - began)
+            left = self._pull(puller)
+        self._read_disk(left, puller)
+        self._report(state=TransferState.VERIFYING)
+        self._verify(puller)
+        self._report(state=TransferState.READY)
+        return self._result(plan, puller, time.monotonic() - began)
 
-    def _pull(self, puller: Puller, plan: Plan) -> Plan:
+    def _plan(self, puller: Puller) -> Plan:
+        """What is still to be done with the sources that are left."""
+        covered = puller.coverage.target
+        return plan_pull(self._target, puller.live_manifests, covered=covered, on_disk=self._on_disk)
+
+    def _pull(self, puller: Puller) -> Plan:
         """Pull until the live sources have nothing more to give; returns the plan of what is left."""
         puller.connect()
-        live = puller.live_manifests
-        plan = plan_pull(self._target, live)
+        plan = self._plan(puller)
         while any(plan.copies):
+            before = len(puller.live_manifests)
             puller.pull(plan, self._control, self._count_peer)
-            before, live = len(live), puller.live_manifests
-            left = plan_pull(self._target, live, covered=puller.coverage.target)
-            if len(live) == before and any(left.copies):
+            left = self._plan(puller)
+            if len(puller.live_manifests) == before and any(left.copies):
                 # Every lane of some manifest ended without finishing and without an error; it would again.
                 raise IntegrityError("transfer: the sources that are left do not finish what they were asked for")
             plan = left
@@ -156,7 +162,7 @@ class _Filling:
         """Read what is not covered yet, straight into the shells, and only these bytes."""
         names = [way.name for way in plan.ways if way.way == "disk" and way.nbytes]
         checkpoint = self._origins.checkpoint
-        missing = [name for name in names if checkpoint is None or name not in checkpoint.entries]
+        missing = [name for name in names if name not in self._on_disk]
         if missing:
             error = missing_tensors(missing)
             lost = "; ".join(f"{failure.code}: {failure.detail}" for failure in puller.failures)
@@ -175,7 +181,7 @@ class _Filling:
 
     def _read_tensor(self, checkpoint: Checkpoint, name: str, region: Region, span: tuple[int, int]) -> None:
         """Read packed bytes `span` of one tensor."""
-        self._from_disk.add(name)
+        self._from_disk.add(region)
         for begin in range(span[0], span[1], _DISK_STEP_BYTES):
             self._control.check()
             end = min(begin + _DISK_STEP_BYTES, span[1])
@@ -193,14 +199,36 @@ class _Filling:
     def _verify(self, puller: Puller) -> None:
         """Count the coverage, and compare each tensor's digest that no chunk digest has proven already."""
         covered = puller.coverage.target
+        uncertain = entangled(self._target)
+        owners: dict[Region, str] = {}
         for tensor in self._target.tensors:
             self._control.check()
             region = self._target.flat_region(tensor)
             if not all(covered.covers(begin, end) for begin, end in filled_region(region)):
                 raise missing_tensors([tensor.name])
             held = self._promise(tensor)
-            if held is not None and not self._is_proven(tensor, held, puller):
+            if held is not None and (tensor.name in uncertain or not self._is_proven(tensor, held, puller)):
                 self._compare(tensor, held)
+            if region in self._from_disk and tensor.name in self._on_disk:
+                owner = owners.setdefault(region, tensor.name)
+                if owner != tensor.name:
+                    self._compare_on_disk(tensor.name, owner)
+
+    def _compare_on_disk(self, name: str, owner: str) -> None:
+        """Check that a tensor on disk is the one whose memory it shares here."""
+        region = self._target.flat_region(self._target.by_name[name])
+        checkpoint = self._origins.checkpoint
+        assert checkpoint is not None
+        staging = memoryview(bytearray(min(region.numel, _DISK_STEP_BYTES)))
+        for begin in range(0, region.numel, _DISK_STEP_BYTES):
+            self._control.check()
+            end = min(begin + _DISK_STEP_BYTES, region.numel)
+            there = staging[: end - begin]
+            checkpoint.read_into(name, begin, end, there)
+            if b"".join(self._shells.gather(region, begin, end)) != there:
+                raise IntegrityError(
+                    f"tensor {name!r}: tied to {owner!r} on the target, but they differ on disk", tensor=name
+                )
 
     def _promise(self, tensor: TensorEntry) -> Manifest | None:
         """The manifest whose digest this tensor has to have, if a source published one."""
@@ -212,7 +240,7 @@ class _Filling:
 
     def _is_proven(self, tensor: TensorEntry, held: Manifest, puller: Puller) -> bool:
         proven = puller.coverage.proven.get(held.digest)
-        if tensor.name in self._from_disk or proven is None:
+        if self._target.flat_region(tensor) in self._from_disk or proven is None:
             return False
         region = held.flat_region(held.by_name[tensor.name])
         return region.is_contiguous and proven.covers(region.offset, region.end)
@@ -220,7 +248,8 @@ class _Filling:
     def _compare(self, tensor: TensorEntry, held: Manifest) -> None:
         promised, actual = held.by_name[tensor.name].digest, self._shells.digest(tensor.name)
         if promised != actual:
-            origin = "from disk, or in part so," if tensor.name in self._from_disk else "from its sources"
+            on_disk = self._target.flat_region(tensor) in self._from_disk
+            origin = "from disk, or in part so," if on_disk else "from its sources"
             raise IntegrityError(
                 f"tensor {tensor.name!r}: its bytes {origin} hash to {actual}, the manifest "
                 f"{held.digest[:16]}… promises {promised}",
@@ -228,11 +257,14 @@ class _Filling:
             )
 
     def _result(self, plan: Plan, puller: Puller, seconds: float) -> FillResult:
-        ways = Counter("disk" if way.name in self._from_disk else way.way for way in plan.ways)
+        regions = (self._target.flat_region(tensor) for tensor in self._target.tensors)
+        ways = Counter(
+            "disk" if region in self._from_disk else way.way for region, way in zip(regions, plan.ways, strict=True)
+        )
         return FillResult(
             seconds=seconds,
             tensors={way: ways[way] for way in ("identical", "reshard", "disk", "constant")},
-            bytes_peer=self._progress.bytes_peer,
+            bytes_peer=puller.coverage.bytes_by_source.total(),
             bytes_disk=self._progress.bytes_disk,
             sources=tuple(
                 SourceBytes(instance_id=instance_id, rank=rank, nbytes=nbytes)
@@ -243,7 +275,10 @@ class _Filling:
 
     def _count_peer(self, nbytes: int) -> None:
         with self._lock:
-            self._progress = replace(self._progress, bytes_peer=self._progress.bytes_peer + nbytes)
+            before = self._progress
+            # A strided tensor whose source is lost in the middle comes twice, and is counted once.
+            bytes_peer = min(before.bytes_peer + nbytes, before.bytes_total - before.bytes_disk)
+            self._progress = replace(before, bytes_peer=bytes_peer)
             self._on_progress(self._progress)
 
     def _report(self, *, state: TransferState) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -19,7 +20,7 @@ from typing import TypeVar
 from weightwire.transfer.dtypes import BY_NAME
 from weightwire.transfer.errors import ManifestError, TransferError
 from weightwire.transfer.placement import PlacedPiece
-from weightwire.transfer.regions import Region, row_major_strides
+from weightwire.transfer.regions import MAX_ELEMENTS, Region, row_major_strides
 
 FORMAT = 1
 DEFAULT_CHUNK_BYTES = 1 << 20
@@ -27,6 +28,7 @@ MAX_CHUNK_BYTES = 1 << 26
 KINDS = ("parameter", "buffer", "attribute")
 STATES = ("placed", "final")
 
+_DIGEST = re.compile(r"[0-9a-f]{16}")
 _Value = TypeVar("_Value")
 
 
@@ -84,6 +86,8 @@ class TensorEntry:
             raise ManifestError(f"tensor {self.name!r}: dtype {self.dtype!r} is not one of {sorted(BY_NAME)}")
         if self.kind not in KINDS or self.state not in STATES:
             raise ManifestError(f"tensor {self.name!r}: kind {self.kind!r}, state {self.state!r} are not known")
+        if self.digest and not _DIGEST.fullmatch(self.digest):
+            raise ManifestError(f"tensor {self.name!r}: digest {self.digest!r:.80}, expected 16 hex digits")
 
     @property
     def itemsize(self) -> int:
@@ -107,6 +111,10 @@ class CheckpointSpec:
     name: str
     dtype: str
     shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.dtype not in BY_NAME or min((0, *self.shape)) < 0:
+            raise ManifestError(f"checkpoint tensor {self.name!r}: {self.dtype!r} {list(self.shape)} cannot be")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,12 +151,19 @@ class Manifest:
             raise ManifestError(f"manifest: rank {self.rank} of a world of {self.topology.world_size}")
         if not 1 <= self.chunk_bytes <= MAX_CHUNK_BYTES:
             raise ManifestError(f"manifest: chunk_bytes is {self.chunk_bytes}, expected 1 to {MAX_CHUNK_BYTES}")
-        if min((0, *self.storages)) < 0:
-            raise ManifestError("manifest: a storage has a negative size")
+        if min((0, *self.storages)) < 0 or sum(self.storages) > MAX_ELEMENTS:
+            raise ManifestError("manifest: a storage has a negative size, or all of them have 2^63 bytes or more")
         self._check_tensors()
-        if self.chunk_digests and len(self.chunk_digests) != 8 * (len(self.chunk_bounds) - 1):
+        if self.chunk_digests:
+            self._check_chunk_digests()
+
+    def _check_chunk_digests(self) -> None:
+        # Counted first: a short text may claim storages of which the bounds alone would fill the memory.
+        at_least = sum(-(-nbytes // self.chunk_bytes) for nbytes in self.storages if nbytes >= self.chunk_bytes)
+        if len(self.chunk_digests) < 8 * at_least or len(self.chunk_digests) != 8 * (len(self.chunk_bounds) - 1):
             raise ManifestError(
-                f"manifest: {len(self.chunk_digests) / 8:g} chunk digests for {len(self.chunk_bounds) - 1} chunks"
+                f"manifest: {len(self.chunk_digests) / 8:g} chunk digests for at least {at_least} chunks of "
+                f"{self.total_bytes} bytes"
             )
 
     def _check_tensors(self) -> None:
@@ -163,10 +178,11 @@ class Manifest:
                 )
             if tensor.region.overlaps_itself:
                 raise ManifestError(f"tensor {tensor.name!r}: strides {list(tensor.strides)} let elements overlap")
-            if tensor.region.numel and tensor.region.end * tensor.itemsize > self.storages[tensor.storage]:
+            end = max(region.end for region in (tensor.region, *(piece.runtime for piece in tensor.placement)))
+            if end * tensor.itemsize > self.storages[tensor.storage]:
                 raise ManifestError(
-                    f"tensor {tensor.name!r}: ends at byte {tensor.region.end * tensor.itemsize} of a storage of "
-                    f"{self.storages[tensor.storage]} bytes"
+                    f"tensor {tensor.name!r}: it, or its placement, ends at byte {end * tensor.itemsize} of a storage "
+                    f"of {self.storages[tensor.storage]} bytes"
                 )
 
     @cached_property
@@ -230,16 +246,21 @@ class Manifest:
             digest: What the text must hash to, if it was asked for by address.
 
         Raises:
-            ManifestError: If the text is no manifest, contradicts itself or has another digest.
+            ManifestError: If the text is no manifest, contradicts itself, has another digest, or is asked for by
+                address and not in canonical form.
         """
         if digest is not None and (actual := hashlib.sha256(text).hexdigest()) != digest:
             raise ManifestError(f"manifest {digest}: its bytes hash to {actual}")
         try:
-            return _from_json(json.loads(text))
+            manifest = _from_json(_typed(json.loads(text), dict))
         except ManifestError:
             raise
         except (ValueError, TypeError, KeyError, RecursionError, TransferError) as error:
             raise ManifestError(f"manifest: not in format {FORMAT}: {type(error).__name__}: {error}") from error
+        if digest is not None and manifest.digest != digest:
+            # It would go by two addresses, and its source knows only one of them.
+            raise ManifestError(f"manifest {digest}: its text is not the canonical one, {manifest.digest}")
+        return manifest
 
 
 def chunk_bounds(storages: Iterable[int], *, chunk_bytes: int) -> tuple[int, ...]:
@@ -279,7 +300,8 @@ def layout_fingerprint(
         facts: What else decides: quantisation, kernel layout, padding, parallel coordinates.
     """
     canonical = Region(offset=0, shape=tuple(shape), strides=tuple(strides))
-    walk = list(canonical.strides) if canonical.numel and not canonical.is_contiguous else "row-major"
+    steps = [stride if size > 1 else 0 for size, stride in zip(shape, strides, strict=True)]
+    walk = steps if canonical.numel and not canonical.is_contiguous else "row-major"
     text = json.dumps([engine, dtype, list(shape), walk, sorted((facts or {}).items())], separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

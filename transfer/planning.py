@@ -6,8 +6,8 @@ already covered when a source is lost.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from weightwire.transfer.errors import CoverageError, ManifestMismatchError
@@ -75,15 +75,23 @@ class Plan:
         return sum(copy.nbytes for copy in self.copies[index])
 
 
-def plan_pull(target: Manifest, sources: Sequence[Manifest], *, covered: IntervalSet | None = None) -> Plan:
+def plan_pull(
+    target: Manifest,
+    sources: Sequence[Manifest],
+    *,
+    covered: IntervalSet | None = None,
+    on_disk: Container[str] = (),
+) -> Plan:
     """Plan one target rank.
 
-    Each tensor comes from the first source that holds it; the caller orders the sources by preference.
+    Each tensor comes from the first source that holds it; the caller orders the sources by preference. Memory that
+    several names share comes once, under the name that can be had best: from a source, else from disk.
 
     Args:
         target: Layout of the shells; digests in it are not looked at.
         sources: What the sources hold; several sources with one manifest are one entry.
         covered: Flat bytes of the target that are filled and verified already.
+        on_disk: Names in the local checkpoint.
 
     Raises:
         ManifestMismatchError: If a source holds a tensor of the target's name with another dtype or shape, or
@@ -92,21 +100,37 @@ def plan_pull(target: Manifest, sources: Sequence[Manifest], *, covered: Interva
     check_agreement(target, sources)
     covered = covered or IntervalSet()
     planned = IntervalSet()
-    ways: list[TensorWay] = []
+    ways: dict[str, TensorWay] = {}
+    owners: dict[Region, TensorWay] = {}
     copies: list[list[Copy]] = [[] for _ in sources]
-    for tensor in target.tensors:
-        index = next((i for i, source in enumerate(sources) if tensor.name in source.by_name), None)
+    for tensor, index in _by_origin(target, sources, on_disk):
         region = target.flat_region(tensor)
         needed = list(_uncovered(region, covered, planned))
-        if index is None:
-            ways.append(_from_disk(tensor, region, needed, bool(sources)))
-            continue
-        held = sources[index].by_name[tensor.name]
-        new = list(_copies(region, sources[index].flat_region(held), needed))
-        copies[index].extend(new)
+        if index is not None:
+            held = sources[index].by_name[tensor.name]
+            new = list(_copies(region, sources[index].flat_region(held), needed))
+            copies[index].extend(new)
+            way = _from_source(tensor, held, nbytes=sum(copy.nbytes for copy in new), index=index)
+        elif tensor.nbytes and (owner := owners.get(region)) is not None:
+            way = replace(owner, name=tensor.name, reason=f"tied to {owner.name!r}", nbytes=0)
+        else:
+            way = _from_disk(tensor, region, needed, bool(sources))
         _mark(planned, region)
-        ways.append(_from_source(tensor, held, nbytes=sum(copy.nbytes for copy in new), index=index))
-    return Plan(ways=tuple(ways), copies=tuple(tuple(_merged(found)) for found in copies))
+        owners.setdefault(region, way)
+        ways[tensor.name] = way
+    ordered = tuple(ways[tensor.name] for tensor in target.tensors)
+    return Plan(ways=ordered, copies=tuple(tuple(_merged(found)) for found in copies))
+
+
+def _by_origin(
+    target: Manifest, sources: Sequence[Manifest], on_disk: Container[str]
+) -> list[tuple[TensorEntry, int | None]]:
+    """Every tensor with the index of its source: first those that have one, then those on disk."""
+    found = [
+        (tensor, next((i for i, source in enumerate(sources) if tensor.name in source.by_name), None))
+        for tensor in target.tensors
+    ]
+    return sorted(found, key=lambda item: (item[1] is None, item[0].name not in on_disk))
 
 
 def check_agreement(target: Manifest, others: Iterable[Manifest]) -> None:
@@ -191,6 +215,25 @@ def filled_region(region: Region) -> list[tuple[int, int]]:
     return [(start, start + length) for start, length in region.runs()]
 
 
+def entangled(manifest: Manifest) -> frozenset[str]:
+    """The tensors that share some bytes, not the same box, with another: writing one may change the other."""
+    spans = sorted(
+        ((manifest.flat_region(tensor), tensor.name) for tensor in manifest.tensors if tensor.nbytes),
+        key=lambda item: item[0].offset,
+    )
+    found: set[str] = set()
+    group: dict[str, Region] = {}
+    reach = 0
+    for region, name in spans:
+        if region.offset >= reach:
+            group = {}
+        group[name] = region
+        reach = max(reach, region.end)
+        if any(region != other for other in group.values()):
+            found.update(group)
+    return frozenset(found)
+
+
 def _conflicts(target: Manifest, source: Manifest) -> Iterator[dict[str, str]]:
     tied: dict[Region, TensorEntry] = {}
     for tensor in target.tensors:
@@ -234,12 +277,19 @@ def _mark(planned: IntervalSet, region: Region) -> None:
 
 
 def _copies(target: Region, source: Region, needed: list[tuple[int, int]]) -> Iterator[Copy]:
-    """The copies for the `needed` intervals of one tensor; a strided tensor is copied whole or not at all."""
+    """The copies for the `needed` intervals of one tensor; into a strided one it is the whole tensor or nothing."""
     dense = target.end - target.offset == target.numel
     if dense and source.coalesced() == target.shifted(source.offset - target.offset).coalesced():
         # Equal strides without gaps: whatever the order is, it is the same on both sides, byte by byte.
         for begin, end in needed:
             yield Copy(source=_run(begin - target.offset + source.offset, end - begin), target=_run(begin, end - begin))
+    elif target.is_contiguous:
+        # What is covered already must not be written again: it would count as verified while it is not.
+        for begin, end in needed:
+            at = begin
+            for box in source.packed(begin - target.offset, end - target.offset):
+                yield Copy(source=box, target=_run(at, box.numel))
+                at += box.numel
     elif needed:
         yield Copy(source=source, target=target)
 

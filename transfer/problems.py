@@ -45,9 +45,9 @@ def status_for(error: TransferError) -> int:
     return next(status for kind, status in STATUSES if isinstance(error, kind))
 
 
-def problem_of(error: TransferError) -> dict[str, object]:
+def problem_of(error: TransferError, *, status: int | None = None) -> dict[str, object]:
     """The problem document: `type, title, status, detail, code`, and the error's facts as members."""
-    status = status_for(error)
+    status = status or status_for(error)
     return {
         **{key: value for key, value in error.facts.items() if key not in _RESERVED},
         "type": f"urn:weightwire:error:{error.code}",
@@ -58,8 +58,8 @@ def problem_of(error: TransferError) -> dict[str, object]:
     }
 
 
-def problem_text(error: TransferError) -> bytes:
-    return json.dumps(problem_of(error)).encode()
+def problem_text(error: TransferError, *, status: int | None = None) -> bytes:
+    return json.dumps(problem_of(error, status=status)).encode()
 
 
 def error_of(problem: Mapping[str, object]) -> TransferError:
@@ -82,7 +82,7 @@ def refusal_of(*, status: int, body: bytes, content_type: str, url: str) -> Tran
     if content_type.partition(";")[0].strip().lower() == MEDIA_TYPE:
         try:
             problem = json.loads(body)
-        except ValueError:
+        except (ValueError, RecursionError):
             problem = None
         if isinstance(problem, dict) and "code" in problem:
             return error_of(problem)

@@ -6,7 +6,6 @@ A region holds no storage and no dtype. It is in elements wherever tensors are m
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -36,7 +35,8 @@ class Region:
             raise RegionError(f"region: {len(self.shape)} sizes and {len(self.strides)} strides, expected as many")
         if self.offset < 0 or min((0, *self.shape, *self.strides)) < 0:
             raise RegionError(f"region {self.to_json()}: negative offset, size or stride")
-        if self.end > MAX_ELEMENTS or self.numel > MAX_ELEMENTS:
+        # A size or stride that counts for nothing still has to be one that torch can be told.
+        if max(self.end, self.numel, *self.shape, *self.strides) > MAX_ELEMENTS:
             raise RegionError(f"region {self.to_json()}: reaches past 2^63 elements")
 
     @property
@@ -102,8 +102,8 @@ class Region:
         if flat.shape and flat.strides[-1] == 1:
             length = flat.shape[-1]
             flat = Region(offset=flat.offset, shape=flat.shape[:-1], strides=flat.strides[:-1])
-        for index in itertools.product(*map(range, flat.shape)):
-            yield flat.offset + sum(i * stride for i, stride in zip(index, flat.strides, strict=True)), length
+        for start in _walk(flat.offset, flat.shape, flat.strides):
+            yield start, length
 
     def packed(self, begin: int, end: int) -> Iterator[Region]:
         """The boxes that hold elements `begin` to `end` of the row-major order, in that order.
@@ -166,7 +166,18 @@ class Region:
                 sizes, steps = _integers(shape), _integers(strides)
                 if sizes is not None and steps is not None and type(offset) is int:
                     return cls(offset=offset, shape=sizes, strides=steps)
-        raise RegionError(f"region {value!r}: expected [offset, [sizes], [strides]] in integers")
+        raise RegionError(f"region {value!r:.200}: expected [offset, [sizes], [strides]] in integers")
+
+
+def _walk(offset: int, shape: Sequence[int], strides: Sequence[int]) -> Iterator[int]:
+    """Element indices in row-major order, one at a time: `itertools.product` would write each dimension out first."""
+    if not shape:
+        yield offset
+    elif len(shape) == 1 and strides[0]:
+        yield from range(offset, offset + shape[0] * strides[0], strides[0])
+    else:
+        for index in range(shape[0]):
+            yield from _walk(offset + index * strides[0], shape[1:], strides[1:])
 
 
 def _integers(values: list[object]) -> tuple[int, ...] | None:

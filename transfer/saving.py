@@ -7,15 +7,21 @@ from pathlib import Path
 
 from weightwire.transfer.checkpoint import WritableTensor, write_safetensors
 from weightwire.transfer.dtypes import dtype_named
+from weightwire.transfer.errors import CheckpointError
 from weightwire.transfer.export import exported_tensors
 from weightwire.transfer.manifest import TensorEntry
 from weightwire.transfer.shells import Shells
 
 
-def save_rank(shells: Shells, folder: Path) -> Path:
-    """Write `rank-<global rank>.safetensors` into `folder`, which is made if absent.
+def save_rank(shells: Shells, folder: Path, on_bytes: Callable[[int], None] = lambda _: None) -> Path:
+    """Write `rank-<global rank>.safetensors` into `folder`.
 
     Each storage region once, under its first name; the file appears whole or not at all.
+
+    Args:
+        shells: Filled.
+        folder: Made if absent.
+        on_bytes: Called with the bytes of each piece that is written.
 
     Returns:
         The file's path.
@@ -26,22 +32,30 @@ def save_rank(shells: Shells, folder: Path) -> Path:
     tensors, aliases = exported_tensors(shells.manifest)
     writable = (
         WritableTensor(
-            name=tensor.name, dtype=dtype_named(tensor.dtype), shape=tensor.shape, pieces=_pieces(shells, tensor)
+            name=tensor.name,
+            dtype=dtype_named(tensor.dtype),
+            shape=tensor.shape,
+            pieces=_pieces(shells, tensor, on_bytes),
         )
         for tensor in tensors
     )
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"folder {str(folder)!r}: cannot be made: {error.strerror or error}") from error
     path = folder / f"rank-{shells.manifest.rank}.safetensors"
     write_safetensors(path, list(writable), aliases)
     return path
 
 
-def _pieces(shells: Shells, tensor: TensorEntry) -> Callable[[], Iterator[memoryview]]:
+def _pieces(shells: Shells, tensor: TensorEntry, on_bytes: Callable[[int], None]) -> Callable[[], Iterator[memoryview]]:
     region = shells.manifest.flat_region(tensor)
     step = shells.manifest.chunk_bytes
 
     def pieces() -> Iterator[memoryview]:
         for begin in range(0, region.numel, step):
-            yield from shells.gather(region, begin, min(begin + step, region.numel))
+            end = min(begin + step, region.numel)
+            yield from shells.gather(region, begin, end)
+            on_bytes(end - begin)
 
     return pieces

@@ -7,7 +7,7 @@ rank's flat space, so that a transfer sees byte ranges and never a tensor.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -149,7 +149,8 @@ class Shells:
         end = region.numel if end is None else end
         if region.is_contiguous:
             return self.views(region.offset + begin, region.offset + end)
-        boxes = [self.box(part).reshape(-1) for part in region.packed(begin, end)]
+        # `reshape` leaves a box of one dimension as it is, with its gaps.
+        boxes = [self.box(part).reshape(-1).contiguous() for part in region.packed(begin, end)]
         return [box.numpy().data for box in boxes]
 
     def scatter(self, packed: memoryview, region: Region, begin: int) -> None:
@@ -171,13 +172,18 @@ class Shells:
         pieces = (self.gather(region, at, min(at + step, region.numel)) for at in range(0, region.numel, step))
         return digest_text(checksum(view for views in pieces for view in views))
 
-    def seal(self) -> Manifest:
-        """Compute the digests of every chunk and tensor and put them into the manifest."""
-        bounds = self.manifest.chunk_bounds
-        chunks = (checksum(self.views(begin, end)) for begin, end in pairwise(bounds))
+    def seal(self, on_bytes: Callable[[int], None] = lambda _: None) -> Manifest:
+        """Compute the digests of every chunk and tensor and put them into the manifest.
+
+        Args:
+            on_bytes: Called with the bytes of each chunk that is done.
+        """
         entries = tuple(replace(tensor, digest=self.digest(tensor.name)) for tensor in self.manifest.tensors)
-        digests = b"".join(digest.to_bytes(DIGEST_BYTES, "big") for digest in chunks)
-        self.manifest = replace(self.manifest, tensors=entries, chunk_digests=digests)
+        digests = bytearray()
+        for begin, end in pairwise(self.manifest.chunk_bounds):
+            digests += checksum(self.views(begin, end)).to_bytes(DIGEST_BYTES, "big")
+            on_bytes(end - begin)
+        self.manifest = replace(self.manifest, tensors=entries, chunk_digests=bytes(digests))
         return self.manifest
 
     def identify(self, identity: ModelIdentity) -> None:
@@ -217,6 +223,9 @@ def _check_plain(name: str, tensor: torch.Tensor) -> None:
         wrong = "is a lazily conjugated or negated view, expected its resolved bytes"
     elif _elements(tensor).overlaps_itself:
         wrong = f"has strides {list(tensor.stride())}: elements share memory, expected each to have its own"
+    elif _elements(tensor).end * tensor.itemsize > (held := tensor.untyped_storage().nbytes()) and tensor.numel():
+        # Torch would quietly grow it, and nobody would look there: the owner has let go of this memory.
+        wrong = f"has a storage of {held} bytes, expected {_elements(tensor).end * tensor.itemsize} or more"
     if wrong:
         raise ManifestError(f"tensor {name!r}: {wrong}", tensor=name)
 
@@ -240,7 +249,7 @@ def _elements(tensor: torch.Tensor) -> Region:
 
 def _describe(name: str, tensor: torch.Tensor, *, storage: int, base: int) -> TensorEntry:
     dtype = dtype_of(tensor)
-    offset = max(int(tensor.storage_offset()) - base // dtype.itemsize, 0)
+    offset = int(tensor.storage_offset()) - base // dtype.itemsize if tensor.numel() else 0
     region = Region(offset=offset, shape=tuple(tensor.shape), strides=tensor.stride())
     return TensorEntry(
         name=name,

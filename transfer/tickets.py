@@ -55,9 +55,11 @@ def read_ticket(source_key: bytes, text: str, *, now: float) -> Ticket:
         if not hmac.compare_digest(_decode(signature), expected):
             raise TicketError("ticket: signed with another key, or changed; expected one granted for this source")
         ticket = Ticket(**json.loads(_decode(claims)))
-    except (ValueError, TypeError, binascii.Error) as error:
+        # Not `<=`: a time that is no number is over.
+        expired = not ticket.expires_at > now
+    except (ValueError, TypeError, RecursionError, binascii.Error) as error:
         raise TicketError("ticket: not in the form that the service grants") from error
-    if ticket.expires_at <= now:
+    if expired:
         raise TicketError(f"ticket of transfer {ticket.transfer_id!r}: expired {now - ticket.expires_at:.0f} s ago")
     return ticket
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 
@@ -40,6 +41,7 @@ def synthetic_tensors(layout: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def main() -> None:
+    gc.freeze()
     nbytes, tensors = map(int, sys.argv[1:])
     key = bytes.fromhex(sys.stdin.readline().strip())
     shells = Shells.allocate(synthetic_layout(nbytes, tensors))

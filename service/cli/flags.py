@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 from weightwire.service.client.api import ServiceClient
-from weightwire.transfer.errors import SettingsError
+from weightwire.transfer.address import Address
+from weightwire.transfer.errors import RequestError, SettingsError
 
 _CONNECTION = "Connection"
 _SERVING = "Serving"
@@ -124,6 +125,12 @@ class Connection:
     allow_plain_http: bool
 
     def client(self) -> ServiceClient:
+        """A client of the control plane.
+
+        Raises:
+            SettingsError: If the address cannot be one, or the token would travel unencrypted.
+        """
+        check_address("--service", self.service)
         return ServiceClient(self.service, token=self.token, allow_plain_http=self.allow_plain_http, tls=self.trust())
 
     def trust(self) -> ssl.SSLContext | None:
@@ -138,6 +145,16 @@ class Connection:
             return ssl.create_default_context(cafile=str(self.tls_ca))
         except (OSError, ssl.SSLError) as error:
             raise SettingsError(f"--tls-ca {self.tls_ca}: {error}") from error
+
+
+def check_address(option: str, url: str) -> None:
+    """Raises:
+    SettingsError: If `url` is no HTTP address: a wrong option is wrong usage.
+    """
+    try:
+        Address.parse(url)
+    except RequestError as error:
+        raise SettingsError(f"{option}: {error}") from error
 
 
 def server_context(cert: Path | None, key: Path | None) -> ssl.SSLContext | None:

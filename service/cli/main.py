@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from importlib.metadata import version
 from typing import Annotated
@@ -53,6 +54,8 @@ def _root(
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code: 0 done, 1 failed, 2 usage, 3 cancelled, 4 deadline."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    # What the imports made lives as long as the process: a collection in the middle of a transfer need not walk it.
+    gc.freeze()
     sys.exit(run(arguments))
 
 
@@ -65,7 +68,9 @@ def run(arguments: list[str]) -> int:
     except TyperException as error:
         if as_json:
             print_json({"error": {"code": "usage", "detail": error.format_message()}})
-        stderr.print(f"[bold red]usage[/]: {escape(error.format_message())}; --help says more", highlight=False)
+        # Without a command the help is printed already, and there is nothing to say.
+        if message := error.format_message():
+            stderr.print(f"[bold red]usage[/]: {escape(message)}; --help says more", highlight=False)
         return WRONG_USAGE
     except typer.Exit as stop:
         return stop.exit_code

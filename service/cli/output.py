@@ -16,12 +16,14 @@ from rich.progress import (
     BarColumn,
     DownloadColumn,
     Progress,
+    ProgressColumn,
+    Task,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
-    TransferSpeedColumn,
 )
+from rich.text import Text
 
 from weightwire.service.cli.exit_codes import code_for
 from weightwire.transfer.errors import SettingsError, TransferError
@@ -94,7 +96,7 @@ def progress_bar(label: str, *, enabled: bool, rank: int = 0) -> Iterator[Callab
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(),
-        TransferSpeedColumn(),
+        _RateColumn(),
         TimeRemainingColumn(),
         TimeElapsedColumn(),
         TextColumn("{task.fields[state]}"),
@@ -116,6 +118,14 @@ def byte_bar(label: str, *, total: int, enabled: bool) -> Iterator[Callable[[int
             moved(RankProgress(bytes_total=total, bytes_disk=done))
 
         yield add
+
+
+class _RateColumn(ProgressColumn):
+    """The present rate, or that of the whole where a transfer was over before the present one could be measured."""
+
+    def render(self, task: Task) -> Text:
+        rate = task.finished_speed or task.speed or (task.completed / task.elapsed if task.elapsed else 0)
+        return Text(f"{human_bytes(rate)}/s", style="progress.data.speed")
 
 
 class _Bar:

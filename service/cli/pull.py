@@ -96,14 +96,14 @@ def pull(
             pulled = run.pull(target, request)
             if save is not None:
                 run.save(pulled, save)
-            if server is None or target.membership is None:
+            if server is None:
                 run.print_result(pulled)
                 return 0
-            target.serve(pulled)
+            membership = target.serve(pulled)
             if not json:
                 run.print_result(pulled)
             facts: dict[str, object] = {"pull": run.result(pulled)}
-            serve_until_signal(target.membership, what="ready", as_json=json, facts=facts)
+            serve_until_signal(membership, what="ready", as_json=json, facts=facts)
             return 0
     except TransferError as error:
         return fail(error, as_json=json, facts=run.failure(error))

@@ -7,11 +7,12 @@ import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from weightwire.service.cli.flags import check_address
 from weightwire.service.cli.output import print_json, stdout
 from weightwire.service.cli.signals import wait_for_signal
 from weightwire.service.client.api import RankBinding
 from weightwire.service.client.membership import Membership
-from weightwire.transfer.address import Address, is_loopback
+from weightwire.transfer.address import is_loopback
 from weightwire.transfer.errors import ConflictError, SettingsError
 from weightwire.transfer.wire.source import Source, SourceIdentity, SourceLimits
 from weightwire.transfer.wire.source_server import SourceServer
@@ -48,7 +49,7 @@ class DataPlane:
                 "or --allow-plain-http"
             )
         if self.advertise is not None:
-            Address.parse(self.advertise)
+            check_address("--advertise", self.advertise)
         server = SourceServer(
             Source(self.identity, SourceLimits(max_readers=self.max_readers)),
             host=self.host,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from weightwire.service.cli import flags
 from weightwire.service.cli.flags import Connection, server_context
@@ -75,7 +76,7 @@ def source(
         with membership:
             membership.publish(manifest, weight_version=weight_version)
             what = (
-                f"{len(manifest.tensors)} tensors, {human_bytes(manifest.total_bytes)} of [bold]{model}[/] "
+                f"{len(manifest.tensors)} tensors, {human_bytes(manifest.total_bytes)} of [bold]{escape(model)}[/] "
                 f"loaded in {loaded.seconds:.1f} s"
             )
             serve_until_signal(membership, what=what, as_json=json)

@@ -20,17 +20,21 @@ from weightwire.transfer.errors import (
     NotFoundError,
     ServiceUnreachableError,
     SettingsError,
+    SourceRefusedError,
     TransferError,
     VersionSkewError,
 )
 from weightwire.transfer.manifest import Manifest, Topology
-from weightwire.transfer.problems import refusal_of
-from weightwire.transfer.session import RankProgress, TransferState
+from weightwire.transfer.problems import error_of, refusal_of
+from weightwire.transfer.session import RankProgress
 from weightwire.transfer.wire.framing import PROTOCOL
 from weightwire.transfer.wire.source import Access
 from weightwire.transfer.wire.stream import Endpoint
 
 Json: TypeAlias = dict[str, object]
+
+# A gateway's own page with one of these says that nobody is behind it.
+_GATEWAY_STATUSES = (502, 503, 504)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,11 +281,14 @@ class ServiceClient:
         progress: RankProgress,
         *,
         sources: Sequence[tuple[str, int, int]] = (),
-    ) -> TransferState:
-        """Report a rank's progress; returns the transfer's state, which somebody else may have ended.
+    ) -> TransferError | None:
+        """Report a rank's progress.
 
         Args:
             sources: Bytes by source, as (instance, rank, bytes).
+
+        Returns:
+            Why the transfer has ended, if it has, and not well: it was cancelled, or its deadline passed.
         """
         error = {"code": progress.error_code, "detail": progress.error_detail or ""} if progress.error_code else None
         body = {
@@ -294,7 +301,8 @@ class ServiceClient:
             "sources": [{"instance_id": name, "rank": rank, "bytes": nbytes} for name, rank, nbytes in sources],
         }
         path = f"/v1/transfers/{_segment(transfer_id)}/ranks/{binding.rank}/progress"
-        return TransferState(str(self._call("POST", path, body)["state"]))
+        ended = self._call("POST", path, body)["error"]
+        return None if ended is None else error_of(cast(Json, ended))
 
     def events(self, transfer_id: str) -> Iterator[Json]:
         """Follow a transfer until it ends: its object at every change, as the service streams it."""
@@ -341,14 +349,17 @@ class ServiceClient:
         spoken = response.headers.get("weightwire-protocol", "")
         if response.is_success and spoken.partition(".")[0] == PROTOCOL.partition(".")[0]:
             return
-        if response.is_success:
+        if response.is_success and spoken:
             raise VersionSkewError(f"service {self.url}: speaks protocol {spoken!r}, this side {PROTOCOL}")
-        raise refusal_of(
+        error = refusal_of(
             status=response.status_code,
             body=response.content,
             content_type=response.headers.get("content-type", ""),
             url=str(response.request.url.copy_with(query=None)),
         )
+        if isinstance(error, SourceRefusedError) and response.status_code in _GATEWAY_STATUSES:
+            raise ServiceUnreachableError(str(error), url=self.url) from error
+        raise error
 
     @contextlib.contextmanager
     def _as_ours(self) -> Iterator[None]:

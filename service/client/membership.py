@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from weightwire.service.client.api import Lease, RankBinding, ServiceClient
-from weightwire.transfer.errors import ConflictError, TransferError
+from weightwire.transfer.errors import ConflictError, ServiceUnreachableError, TransferError
 from weightwire.transfer.manifest import Manifest, Topology
 from weightwire.transfer.wire.source import Source
 
@@ -65,18 +65,30 @@ class Membership:
         self._lease_s = self._register().lease_s
         self._thread.start()
 
+    def join_later(self, manifest: Manifest, *, weight_version: int) -> None:
+        """Register and publish as soon as the service can be reached; returns at once."""
+        self._revision = manifest.revision
+        self._published = (manifest, weight_version)
+        self._lease_s = _RETRY_S
+        self._thread.start()
+
     def publish(self, manifest: Manifest, *, weight_version: int) -> None:
         """Say what this rank holds, now and whenever the service asks for it again.
 
+        A service that is away for a moment is told when it is back.
+
         Raises:
-            TransferError: As `ServiceClient.publish`.
+            TransferError: As `ServiceClient.publish`, but for `ServiceUnreachableError`.
         """
         with self._lock:
-            if self._revision is None:
-                self._revision = manifest.revision
-                self._register()
-            self._client.publish(self.binding, manifest, weight_version=weight_version)
             self._published = (manifest, weight_version)
+            try:
+                if self._revision is None:
+                    self._revision = manifest.revision
+                    self._register()
+                self._client.publish(self.binding, manifest, weight_version=weight_version)
+            except ServiceUnreachableError as error:
+                logger.warning("instance %s not published yet: %s", self.binding.instance_id, error)
 
     def leave(self) -> None:
         """Leave at once, as far as the service can be reached."""

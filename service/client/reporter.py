@@ -11,7 +11,7 @@ from typing import Self
 from weightwire.service.client.api import RankBinding, ServiceClient
 from weightwire.transfer.control import Control
 from weightwire.transfer.errors import NotFoundError, ServiceUnreachableError, TransferError
-from weightwire.transfer.session import RankProgress, TransferState
+from weightwire.transfer.session import RankProgress
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,6 @@ class Reporter:
         self._binding = binding
         self._control = control
         self._newest = RankProgress()
-        self._sent: RankProgress | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._report_forever, name="weightwire-report", daemon=True)
 
@@ -81,7 +80,7 @@ class Reporter:
             progress = self._newest
             # Nothing new is reported too: the answer says whether somebody ended the transfer.
             try:
-                state = self._client.report(self._transfer_id, self._binding, progress)
+                ended = self._client.report(self._transfer_id, self._binding, progress)
             except ServiceUnreachableError as error:
                 logger.debug("progress not reported, moving on: %s", error)
                 continue
@@ -91,6 +90,6 @@ class Reporter:
             except TransferError as error:
                 logger.warning("progress of transfer %s was not taken: %s", self._transfer_id, error)
                 continue
-            if state is TransferState.CANCELLED:
-                self._control.cancel("cancelled at the service")
+            if ended is not None:
+                self._control.stop(ended)
                 return

@@ -134,22 +134,26 @@ class Target:
             filled = self._fill(request, grant, control, events)
         return replace(filled, seconds=time.monotonic() - began)
 
-    def serve(self, pulled: Pulled) -> Manifest:
-        """Serve what was pulled, to whoever the service sends.
+    def serve(self, pulled: Pulled) -> Membership:
+        """Serve what was pulled, to whoever the service sends; if it is away, as soon as it is back.
 
         Raises:
             IntegrityError: If the memory does not hold what was verified any more.
         """
-        if self._source is None or self.membership is None:
-            raise ValueError("target: it has no data plane, or is not registered")
+        if self._source is None:
+            raise ValueError("target: it has no data plane to serve from")
         promised = {tensor.name: tensor.digest for tensor in pulled.shells.manifest.tensors if tensor.digest}
         manifest = pulled.shells.seal()
         for tensor in manifest.tensors:
             if tensor.digest != promised.get(tensor.name, tensor.digest):
                 raise IntegrityError(f"tensor {tensor.name!r}: changed in memory after it was verified")
         self._source.publish(pulled.shells, weight_version=pulled.weight_version)
-        self.membership.publish(manifest, weight_version=pulled.weight_version)
-        return manifest
+        if self.membership is not None:
+            self.membership.publish(manifest, weight_version=pulled.weight_version)
+        else:
+            self.membership = self._member(manifest.model, manifest.revision)
+            self.membership.join_later(manifest, weight_version=pulled.weight_version)
+        return self.membership
 
     def leave(self) -> None:
         if self.membership is not None:
@@ -157,7 +161,7 @@ class Target:
 
     def _ask(self, request: PullRequest, control: Control) -> Grant:
         revision = request.wanted_revision
-        membership = Membership(self._client, self.binding, model=request.model, revision=revision, source=self._source)
+        membership = self._member(request.model, revision)
         membership.join()
         self.membership = membership
         control.check()
@@ -168,6 +172,9 @@ class Target:
             deadline_s=request.deadline_s,
             idempotency_key=request.idempotency_key,
         )
+
+    def _member(self, model: str, revision: str | None) -> Membership:
+        return Membership(self._client, self.binding, model=model, revision=revision, source=self._source)
 
     def _fill(self, request: PullRequest, grant: Grant, control: Control, events: PullEvents) -> Pulled:
         """Fill under a grant, and report to the service until it is over, whichever way."""

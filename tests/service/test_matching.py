@@ -83,7 +83,6 @@ def reasons(choice: Choice) -> dict[str, str]:
         ),
         pytest.param(source("x", revision="r2"), "revision is 'r2', asked for 'r1'", id="another revision"),
         pytest.param(source("x", version=4), "weight version is 4, asked for 5", id="another version"),
-        pytest.param(source("target", version=5), "is the target", id="the target itself"),
     ],
 )
 def test_choose_sources_says_why_not(candidate: Instance, reason: str) -> None:
@@ -92,8 +91,15 @@ def test_choose_sources_says_why_not(candidate: Instance, reason: str) -> None:
     assert reasons(choice) == {candidate.instance_id: reason}
 
 
-def test_choose_sources_passes_over_other_models() -> None:
-    choice = choose(source("x", model="other"))
+@pytest.mark.parametrize(
+    "candidate",
+    [
+        pytest.param(source("x", model="other"), id="an instance of another model"),
+        pytest.param(source("target"), id="the target itself"),
+    ],
+)
+def test_choose_sources_passes_over(candidate: Instance) -> None:
+    choice = choose(candidate)
     assert (choice.sources, choice.reasons) == ((), ())
 
 

@@ -76,10 +76,10 @@ class ReadRequest:
                     "generation": int(generation),
                     "weight_version": int(weight_version),
                     "manifest": str(manifest),
-                    "target": {"instance_id": str(instance_id), "rank": int(rank)},
+                    "target": {"instance_id": str(instance_id), "rank": int(rank), **unknown_of_target},
                     "regions": [*regions],
                     **unknown,
-                } if not unknown:
+                } if not unknown and not unknown_of_target and _are_integers(generation, weight_version, rank):
                     return cls(
                         generation=generation,
                         weight_version=weight_version,
@@ -94,6 +94,18 @@ class ReadRequest:
             "read request: expected exactly the fields generation, weight_version, manifest, "
             "target {instance_id, rank} and regions"
         )
+
+
+def check_extent(manifest: Manifest, request: ReadRequest) -> None:
+    """Check that no more is asked for than there is, since an answer is cut into frames before it is sent.
+
+    Raises:
+        RegionError: If the regions have more bytes, together, than the flat space, and than all tensors: where the
+            source ties tensors and the target does not, the same bytes are asked for once for each.
+    """
+    wanted = sum(region.numel for region in request.regions)
+    if wanted > manifest.total_bytes and wanted > sum(tensor.nbytes for tensor in manifest.tensors):
+        raise RegionError(f"read request: asks for {wanted} bytes of a flat space of {manifest.total_bytes}")
 
 
 class Part(NamedTuple):
@@ -163,6 +175,11 @@ def _parts(manifest: Manifest, regions: Iterable[Region]) -> Iterator[tuple[Part
             yield Part(region=region, begin=begin, end=min(begin + manifest.chunk_bytes, region.numel)), None
 
 
+def _are_integers(*values: int) -> bool:
+    # A JSON true is an int to a pattern.
+    return all(type(value) is int for value in values)
+
+
 def _region_to_json(region: Region) -> list[object]:
     if region.is_contiguous:
         return [region.offset, region.numel]
@@ -171,6 +188,7 @@ def _region_to_json(region: Region) -> list[object]:
 
 def _region_from_json(value: object) -> Region:
     match value:
-        case [int(offset), int(nbytes)] if type(offset) is int and type(nbytes) is int:
+        case [int(offset), int(nbytes)] if _are_integers(offset, nbytes):
             return Region(offset=offset, shape=(nbytes,), strides=(1,))
-    return Region.from_json(value)
+    # With as few dimensions as possible: a reader may write thousands of size 1, and each would cost a call.
+    return Region.from_json(value).coalesced()

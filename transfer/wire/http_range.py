@@ -35,9 +35,12 @@ def parse_range(header: str, nbytes: int) -> ByteRange | None:
         UnsatisfiableRangeError: If no byte of the body is in the range.
     """
     match = _ONE_RANGE.fullmatch(header.strip())
-    if match is None or match.group(0).endswith("=-") or max(map(len, match.groups())) > _MAX_DIGITS:
+    if match is None or max(map(len, match.groups())) not in range(1, _MAX_DIGITS + 1):
         return None
     first, last = match.groups()
+    if not first and not nbytes and int(last):
+        # The last bytes of nothing: satisfiable, but no Content-Range can say so.
+        return None
     if not first:
         begin, end = max(0, nbytes - int(last)), nbytes
     else:

@@ -7,19 +7,25 @@ closed, so that a late byte can never land on verified ones.
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from weightwire.transfer.manifest import Manifest
 from weightwire.transfer.planning import Copy
 from weightwire.transfer.regions import Region
 
-# A strided copy is handed out in pieces of this size.
-_STRIDED_PIECE_BYTES = 16 << 20
-# Below this a request's round trip shows; above that one slow source holds too much.
-_MIN_CLAIM_BYTES = 4 << 20
-_MAX_CLAIM_BYTES = 256 << 20
+# A claim is made of pieces of this size, or smaller ones where there is less to share out: small enough that the
+# streams finish together, large enough that a request's round trip does not show.
+_PIECE_BYTES = 16 << 20
+_PIECES_PER_STREAM = 4
+# Below this not even the last bytes are worth sharing.
+_MIN_CLAIM_BYTES = 1 << 20
+# Above this one slow source would hold too much.
+_MAX_CLAIM_BYTES = 512 << 20
+# Keeps a request below the size that a source takes, however small the segments are.
+_MAX_CLAIM_SEGMENTS = 1 << 14
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,20 +45,43 @@ class Segment:
     nbytes: int
 
 
-def cut_segments(manifest: Manifest, copies: Iterable[Copy]) -> Iterator[Segment]:
-    """Cut copies at the manifest's chunk bounds, or where strided into boxes of a bounded size."""
+def cut_segments(manifest: Manifest, copies: Sequence[Copy], *, num_streams: int) -> Iterator[Segment]:
+    """Cut copies into pieces for so many streams: at the manifest's chunk bounds, or where strided into boxes."""
+    share = sum(copy.nbytes for copy in copies) // (_PIECES_PER_STREAM * num_streams)
+    piece_bytes = min(max(share, manifest.chunk_bytes), _PIECE_BYTES)
     for copy in copies:
         if copy.source.is_contiguous:
             base = copy.source.offset
-            for begin, end, _ in manifest.chunks_between(base, base + copy.nbytes):
+            for begin, end in _runs(manifest, base, base + copy.nbytes, piece_bytes):
                 source = Region(offset=begin, shape=(end - begin,), strides=(1,))
                 yield Segment(source=source, target=copy.target, begin=begin - base, nbytes=end - begin)
             continue
-        for begin in range(0, copy.nbytes, _STRIDED_PIECE_BYTES):
+        for begin in range(0, copy.nbytes, piece_bytes):
             at = begin
-            for box in copy.source.packed(begin, min(begin + _STRIDED_PIECE_BYTES, copy.nbytes)):
+            for box in copy.source.packed(begin, min(begin + piece_bytes, copy.nbytes)):
                 yield Segment(source=box, target=copy.target, begin=at, nbytes=box.numel)
                 at += box.numel
+
+
+def _runs(manifest: Manifest, begin: int, end: int, piece_bytes: int) -> Iterator[tuple[int, int]]:
+    """Flat bytes `begin` to `end` cut at the last chunk bound within each `piece_bytes`, or at the first one behind."""
+    bounds = manifest.chunk_bounds
+    while begin < end:
+        at = bisect_right(bounds, begin + piece_bytes) - 1
+        stop = min(end, bounds[at] if bounds[at] > begin else bounds[at + 1])
+        yield begin, stop
+        begin = stop
+
+
+def _unverified(claim: Iterable[Segment], verified_bytes: int) -> Iterator[Segment]:
+    """What is left of a claim whose first bytes are verified; a segment may be so in part."""
+    for segment in claim:
+        done = min(verified_bytes, segment.nbytes)
+        verified_bytes -= done
+        at = segment.begin + done
+        for box in segment.source.packed(done, segment.nbytes):
+            yield Segment(source=box, target=segment.target, begin=at, nbytes=box.numel)
+            at += box.numel
 
 
 class Ledger:
@@ -84,22 +113,24 @@ class Ledger:
             self._changed.wait_for(lambda: self._waiting or self.is_done or self._closed, timeout=timeout_s)
             if self._closed:
                 return []
-            share = self._waiting_bytes // (2 * self._num_streams)
+            share = self._waiting_bytes * 3 // (4 * self._num_streams)
             limit = min(max(share, _MIN_CLAIM_BYTES), _MAX_CLAIM_BYTES)
             taken: list[Segment] = []
             size = 0
-            while self._waiting and (not taken or size + self._waiting[0].nbytes <= limit):
+            while self._waiting and (
+                not taken or (len(taken) < _MAX_CLAIM_SEGMENTS and size + self._waiting[0].nbytes <= limit)
+            ):
                 taken.append(self._waiting.popleft())
                 size += taken[-1].nbytes
             self._waiting_bytes -= size
             self._out += len(taken)
             return taken
 
-    def settle(self, *, verified: int, returned: Iterable[Segment] = ()) -> None:
-        """End a claim: `verified` segments are done, `returned` ones go to whoever asks next."""
+    def settle(self, claim: Sequence[Segment], *, verified_bytes: int) -> None:
+        """End a claim of which the first `verified_bytes` are done; the rest goes to whoever asks next."""
+        back = list(_unverified(claim, verified_bytes))
         with self._changed:
-            back = list(returned)
-            self._out -= verified + len(back)
+            self._out -= len(claim)
             self._waiting.extendleft(reversed(back))
             self._waiting_bytes += sum(segment.nbytes for segment in back)
             self._changed.notify_all()

@@ -10,7 +10,7 @@ import logging
 import ssl
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from weightwire.transfer.control import Control
@@ -18,6 +18,8 @@ from weightwire.transfer.errors import (
     CancelledError,
     ChecksumError,
     DeadlineError,
+    ManifestError,
+    ProtocolError,
     SourceBusyError,
     SourceError,
     SourceStalledError,
@@ -30,14 +32,16 @@ from weightwire.transfer.planning import Plan, filled_region
 from weightwire.transfer.regions import Region
 from weightwire.transfer.shells import Shells
 from weightwire.transfer.wire.ledger import Ledger, Segment, cut_segments
-from weightwire.transfer.wire.stream import Endpoint, SourceStream, Timeouts, Verified
+from weightwire.transfer.wire.stream import Endpoint, Place, Places, SourceStream, Timeouts
 
 logger = logging.getLogger(__name__)
 
 # How often a stream opens its connection again after one that broke, in all.
 _MAX_RECONNECTS = 5
-# Wrong checksums from one source before nothing of it is believed any more.
-_MAX_WRONG_CHECKSUMS = 2
+# Progress is told in steps of this size: telling it for every chunk would cost more than hashing the chunk.
+_REPORT_BYTES = 4 << 20
+# Damaged answers from one source before nothing of it is believed any more.
+_MAX_DAMAGES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,35 +83,35 @@ class Coverage:
         self.target = IntervalSet()
         self.proven: dict[str, IntervalSet] = {}
         self.bytes_by_source: Counter[tuple[str, int]] = Counter()
-        self._strided: Counter[Region] = Counter()
+        self._strided: dict[Region, Counter[tuple[str, int]]] = {}
         self._lock = threading.Lock()
 
-    def add(self, verified: Verified, endpoint: Endpoint, manifest: Manifest) -> int:
-        """Record a frame; returns its bytes."""
-        nbytes = sum(place.nbytes for place in verified.places)
+    def add(self, places: Iterable[Place], chunks: Iterable[int], lane: _Lane) -> None:
+        """Record places that are verified, and the manifest's chunks that this proved."""
+        endpoint, bounds = lane.endpoint, lane.manifest.chunk_bounds
         with self._lock:
-            for place in verified.places:
+            for place in places:
                 if place.is_contiguous:
+                    self.bytes_by_source[endpoint.instance_id, endpoint.rank] += place.nbytes
                     self.target.add(*place.flat)
                 else:
-                    self._add_strided(place.target, place.nbytes)
-            if verified.chunk is not None:
-                bounds = manifest.chunk_bounds
-                proven = self.proven.setdefault(endpoint.manifest, IntervalSet())
-                proven.add(bounds[verified.chunk], bounds[verified.chunk + 1])
-            self.bytes_by_source[endpoint.instance_id, endpoint.rank] += nbytes
-        return nbytes
+                    self._add_strided(place, (endpoint.instance_id, endpoint.rank))
+            proven = self.proven.setdefault(endpoint.manifest, IntervalSet())
+            for chunk in chunks:
+                proven.add(bounds[chunk], bounds[chunk + 1])
 
     def forget_partial(self) -> None:
         """Strided regions that are not complete will be fetched whole again."""
         with self._lock:
             self._strided.clear()
 
-    def _add_strided(self, region: Region, nbytes: int) -> None:
+    def _add_strided(self, place: Place, source: tuple[str, int]) -> None:
         # The bytes of a strided region interleave with its neighbours', so it counts when all of it is there.
-        self._strided[region] += nbytes
-        if self._strided[region] == region.numel:
-            for begin, end in filled_region(region):
+        given = self._strided.setdefault(place.target, Counter())
+        given[source] += place.nbytes
+        if given.total() == place.target.numel:
+            self.bytes_by_source.update(given)
+            for begin, end in filled_region(place.target):
                 self.target.add(begin, end)
 
 
@@ -149,7 +153,8 @@ class Puller:
     def connect(self) -> None:
         """Open the connections now; a source that is not there is given up."""
         for lane in self._lanes:
-            lane.connect()
+            if lane.error is None:
+                lane.connect()
         self._collect_failures()
 
     def pull(self, plan: Plan, control: Control, on_bytes: Callable[[int], None] = lambda _: None) -> None:
@@ -161,7 +166,7 @@ class Puller:
         Args:
             plan: Of `live_manifests`.
             control: Deadline and stop button.
-            on_bytes: Called from the streams' threads with the size of each verified frame.
+            on_bytes: Called from the streams' threads with the bytes that were verified since the last call.
 
         Raises:
             CancelledError: If somebody stopped it.
@@ -171,7 +176,9 @@ class Puller:
         for manifest, copies in zip(self.live_manifests, plan.copies, strict=True):
             lanes = [lane for lane in self._lanes if lane.error is None and lane.manifest is manifest]
             num_streams = len(lanes) * self.options.streams
-            ledgers[manifest.digest] = Ledger(cut_segments(manifest, copies), num_streams=num_streams)
+            ledgers[manifest.digest] = Ledger(
+                cut_segments(manifest, copies, num_streams=num_streams), num_streams=num_streams
+            )
         work = _Work(shells=self._shells, coverage=self.coverage, control=control, on_bytes=on_bytes)
         threads = [
             thread
@@ -189,7 +196,7 @@ class Puller:
             for ledger in ledgers:
                 ledger.close()
             for lane in self._lanes:
-                lane.close()
+                lane.abort()
 
         with control.on_cancel(abort):
             for thread in threads:
@@ -240,9 +247,11 @@ class _Lane:
         self.endpoint = endpoint
         self.manifest = manifest
         self.error: TransferError | None = None
+        if manifest.total_bytes and not manifest.chunk_digests:
+            self.error = ManifestError(f"{endpoint}: its manifest has no digests, expected those of a loaded source")
         self._options = options
         self._lock = threading.Lock()
-        self._wrong_checksums = 0
+        self._damages = 0
         self._streams = [
             SourceStream(endpoint, manifest, timeouts=options.timeouts, tls=options.tls) for _ in range(options.streams)
         ]
@@ -258,6 +267,10 @@ class _Lane:
         for stream in self._streams:
             stream.close()
 
+    def abort(self) -> None:
+        for stream in self._streams:
+            stream.abort()
+
     def threads(self, ledger: Ledger, work: _Work) -> list[threading.Thread]:
         """One thread for each stream, not started. The lane is given up when the last of them fails."""
         running = [len(self._streams)]
@@ -266,18 +279,18 @@ class _Lane:
             try:
                 self._drive(stream, ledger, work)
             except (CancelledError, DeadlineError):
-                pass
+                stream.close()
             except TransferError as error:
+                stream.close()
                 with self._lock:
                     running[0] -= 1
                     last = not running[0]
                 if last or not _may_pass(error):
                     self._give_up(error)
             except Exception as error:
+                stream.close()
                 logger.exception("%s: stream ended by a fault of ours", self.endpoint)
                 self._give_up(SourceError(f"{self.endpoint}: {type(error).__name__}: {error}"))
-            finally:
-                stream.close()
 
         name = f"weightwire-pull-{self.endpoint.instance_id}-{self.endpoint.rank}"
         return [threading.Thread(target=run, args=(stream,), name=name) for stream in self._streams]
@@ -288,9 +301,9 @@ class _Lane:
         broke_without_progress = False
         busy_s = 0.0
         while self.error is None and (claim := ledger.claim(timeout_s=work.control.remaining_s)):
-            fetch = _Fetch(claim)
+            fetch = _Fetch(claim, self, work)
             try:
-                fetch.run(stream, self, work)
+                fetch.run(stream)
             except SourceBusyError as error:
                 wait_s = _seconds(error)
                 busy_s += wait_s
@@ -298,8 +311,9 @@ class _Lane:
                     raise
                 fetch.settle(ledger)
                 work.control.pause(wait_s)
-            except ChecksumError as error:
-                self._count_wrong_checksum(error)
+            except (ChecksumError, ProtocolError) as error:
+                # A bit that flipped on the way spoils a frame's header as well as its payload.
+                self._count_damage(error)
             except (SourceUnreachableError, SourceStalledError) as error:
                 reconnects += 1
                 stuck = broke_without_progress and not fetch.verified
@@ -308,11 +322,13 @@ class _Lane:
                     raise
             finally:
                 fetch.settle(ledger)
+            if fetch.verified:
+                busy_s = 0.0
 
-    def _count_wrong_checksum(self, error: ChecksumError) -> None:
+    def _count_damage(self, error: ChecksumError | ProtocolError) -> None:
         with self._lock:
-            self._wrong_checksums += 1
-            quarantined = self._wrong_checksums >= _MAX_WRONG_CHECKSUMS
+            self._damages += 1
+            quarantined = self._damages >= _MAX_DAMAGES
         logger.warning("%s", error)
         if quarantined:
             self._give_up(error)
@@ -321,37 +337,50 @@ class _Lane:
         with self._lock:
             if self.error is None:
                 self.error = error
-        self.close()
+        self.abort()
 
 
 class _Fetch:
-    """One claim on its way through one stream."""
+    """One claim on its way through one stream.
 
-    def __init__(self, claim: list[Segment]) -> None:
-        self._claim = claim
-        self._left = sum(segment.nbytes for segment in claim)
-        self._settled = False
+    Attributes:
+        verified: Bytes so far.
+    """
+
+    def __init__(self, claim: list[Segment], lane: _Lane, work: _Work) -> None:
         self.verified = 0
+        self._claim = claim
+        self._lane = lane
+        self._work = work
+        self._chunks: list[int] = []
+        self._reported = 0
+        self._settled = False
 
-    def run(self, stream: SourceStream, lane: _Lane, work: _Work) -> None:
-        for verified in stream.fetch(self._claim, work.shells):
-            nbytes = work.coverage.add(verified, lane.endpoint, lane.manifest)
-            self.verified += nbytes
-            work.on_bytes(nbytes)
-            work.control.check()
-            if lane.error is not None:
-                raise lane.error
+    def run(self, stream: SourceStream) -> None:
+        for frame in stream.fetch(self._claim, self._work.shells):
+            self.verified += frame.nbytes
+            if frame.chunk is not None:
+                self._chunks.append(frame.chunk)
+            if self.verified - self._reported >= _REPORT_BYTES:
+                self._report()
+            self._work.control.check()
+            if self._lane.error is not None:
+                raise self._lane.error
 
     def settle(self, ledger: Ledger) -> None:
-        """Give back the segments that are not verified as a whole; once, however often it is called."""
+        """Record what is verified, and give back the rest; once, however often it is called."""
         if self._settled:
             return
         self._settled = True
-        done, taken = 0, 0
-        while done < len(self._claim) and taken + self._claim[done].nbytes <= self.verified:
-            taken += self._claim[done].nbytes
-            done += 1
-        ledger.settle(verified=done, returned=self._claim[done:])
+        self._work.coverage.add(Places(self._claim).take(self.verified), self._chunks, self._lane)
+        # Before the report, which calls what is not ours: if it raises, nobody must wait for this claim.
+        ledger.settle(self._claim, verified_bytes=self.verified)
+        self._report()
+
+    def _report(self) -> None:
+        if self.verified > self._reported:
+            self._work.on_bytes(self.verified - self._reported)
+            self._reported = self.verified
 
 
 def _may_pass(error: TransferError) -> bool:
@@ -361,4 +390,5 @@ def _may_pass(error: TransferError) -> bool:
 
 def _seconds(busy: SourceBusyError) -> float:
     stated = busy.facts.get("retry_after_s", 1)
-    return max(0.05, float(stated)) if isinstance(stated, (int, float)) else 1.0
+    # Compared before it becomes a float: a document from elsewhere may state a number of a thousand digits.
+    return float(min(max(0.05, stated), 86400)) if isinstance(stated, (int, float)) else 1.0

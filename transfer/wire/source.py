@@ -8,9 +8,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from weightwire.transfer.errors import FencedError, SourceBusyError
+from weightwire.transfer.errors import FencedError, SourceBusyError, TicketError
 from weightwire.transfer.manifest import Manifest
 from weightwire.transfer.shells import Shells
+from weightwire.transfer.tickets import Ticket, read_ticket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +75,7 @@ class Source:
         self.identity = identity
         self.limits = limits or SourceLimits()
         self.access: Access | None = None
+        self._former_key: bytes | None = None
         self._gate = threading.Condition()
         self._publication: Publication | None = None
         self._withdrawing = False
@@ -92,8 +94,31 @@ class Source:
         return self._readers
 
     def grant_access(self, access: Access) -> None:
-        """Take the keys that the service gave; they replace the former ones."""
+        """Take the keys that the service gave; they replace the former ones.
+
+        Tickets of the key before stay good until they expire: a service that keeps its state in memory comes back
+        with another key, and the transfers that it granted before go on.
+        """
+        if self.access is not None and self.access.ticket_key != access.ticket_key:
+            self._former_key = self.access.ticket_key
         self.access = access
+
+    def read_ticket(self, text: str) -> Ticket:
+        """Check a ticket's signature and expiry, now.
+
+        Raises:
+            SourceBusyError: If no service has given this source a key yet.
+            TicketError: As `transfer.tickets.read_ticket`.
+        """
+        if self.access is None:
+            raise SourceBusyError(f"{self}: not registered with a service yet", retry_after_s=self.limits.retry_after_s)
+        now = time.time()
+        try:
+            return read_ticket(self.access.ticket_key, text, now=now)
+        except TicketError:
+            if self._former_key is None:
+                raise
+            return read_ticket(self._former_key, text, now=now)
 
     def publish(self, shells: Shells, *, weight_version: int) -> None:
         """Serve sealed shells from now on, in place of what was served before.
@@ -106,6 +131,7 @@ class Source:
         with self._gate:
             self._withdrawing = False
             self._publication = Publication(shells=shells, manifest=shells.manifest, weight_version=weight_version)
+            self._gate.notify_all()
 
     def withdraw(self, *, drain_s: float = 5.0) -> None:
         """Serve nothing any more. Returns when no reader is left, or after `drain_s` seconds.
@@ -114,10 +140,13 @@ class Source:
         """
         ends_at = time.monotonic() + drain_s
         with self._gate:
+            leaving = self._publication
             self._withdrawing = True
-            while self._readers and (left := ends_at - time.monotonic()) > 0:
+            while self._readers and self._publication is leaving and (left := ends_at - time.monotonic()) > 0:
                 self._gate.wait(left)
-            self._publication = None
+            # What was published in the meantime stays.
+            if self._publication is leaving:
+                self._publication = None
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Publication]:

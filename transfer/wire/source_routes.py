@@ -8,7 +8,6 @@ import json
 import logging
 import socket
 import ssl
-import time
 from collections.abc import Callable, Iterable, Iterator
 from http.server import BaseHTTPRequestHandler
 from typing import Protocol, cast
@@ -16,7 +15,6 @@ from urllib.parse import unquote, urlsplit
 
 import xxhash
 
-from weightwire.transfer.address import is_loopback
 from weightwire.transfer.errors import (
     AccessError,
     FencedError,
@@ -33,10 +31,11 @@ from weightwire.transfer.integrity import checksum, digest_at
 from weightwire.transfer.manifest import TensorEntry
 from weightwire.transfer.problems import MEDIA_TYPE as PROBLEM
 from weightwire.transfer.problems import problem_text, status_for
-from weightwire.transfer.tickets import Ticket, read_ticket
+from weightwire.transfer.tickets import Ticket
 from weightwire.transfer.wire import framing
 from weightwire.transfer.wire.framing import Frame, ReadRequest
 from weightwire.transfer.wire.http_range import ByteRange, UnsatisfiableRangeError, parse_range
+from weightwire.transfer.wire.sockets import timeval, tune
 from weightwire.transfer.wire.source import Publication, Source
 
 logger = logging.getLogger(__name__)
@@ -44,6 +43,9 @@ logger = logging.getLogger(__name__)
 # Source: Linux, include/uapi/linux/uio.h (UIO_MAXIOV).
 _MAX_IOVECS = 1024
 _OCTETS = "application/octet-stream"
+# How much of a refused body, and how long its next piece, is waited for.
+_LINGER_BYTES = 1 << 26
+_LINGER_S = 1.0
 
 
 class _HasSource(Protocol):
@@ -64,7 +66,8 @@ class SourceRoutes(BaseHTTPRequestHandler):
     def setup(self) -> None:
         super().setup()
         self.connection.settimeout(self.source.limits.idle_timeout_s)
-        _tune(self.connection, peer=str(self.client_address[0]))
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(self.source.limits.write_timeout_s))
+        tune(self.connection)
 
     def do_GET(self) -> None:
         self._answer(self._get)
@@ -80,14 +83,17 @@ class SourceRoutes(BaseHTTPRequestHandler):
         self._answering = False
         self.connection.settimeout(self.source.limits.write_timeout_s)
         try:
+            # First, whatever is asked: what is left of a request would be taken for the next one.
+            self._body = self._read_body()
             self._check_protocol()
-            route(urlsplit(self.path).path)
+            route(self._path())
         except TransferError as error:
             if self._answering:
                 self.close_connection = True
                 logger.info("answer to %s broken off: %s", self.client_address[0], error)
             else:
                 self._send_problem(error)
+                self._let_pass(error)
         except OSError as error:
             self.close_connection = True
             logger.info("reader %s is gone: %s", self.client_address[0], error)
@@ -119,10 +125,9 @@ class SourceRoutes(BaseHTTPRequestHandler):
     def _post(self, path: str) -> None:
         if path != "/v1/read":
             raise NotFoundError(f"path {path!r}: no such resource on a source", kind="path", name=path)
-        body = self._body()
         ticket = self._ticket()
         with self.source.reading() as publication:
-            self._read(publication, ticket, body)
+            self._read(publication, ticket, self._body)
 
     def _ready(self) -> None:
         publication = self.source.publication
@@ -132,15 +137,25 @@ class SourceRoutes(BaseHTTPRequestHandler):
 
     # -- what a request brings ------------------------------------------------------------------------------------
 
-    def _body(self) -> bytes:
-        length = self.headers.get("Content-Length", "")
+    def _path(self) -> str:
+        try:
+            return urlsplit(self.path).path
+        except ValueError as error:
+            raise RequestError(f"path {self.path!r:.200}: {error}") from error
+
+    def _read_body(self) -> bytes:
+        lengths = self.headers.get_all("Content-Length", [])
+        if not lengths and self.command != "POST" and "Transfer-Encoding" not in self.headers:
+            return b""
+        length = lengths[0] if len(set(lengths)) == 1 else ""
         if not length.isascii() or not length.isdigit() or "Transfer-Encoding" in self.headers:
             self.close_connection = True
-            raise RequestError("request: no Content-Length, expected a body of a stated length")
-        if int(length) > framing.MAX_REQUEST_BYTES:
+            raise RequestError("request: no Content-Length, or several, expected a body of one stated length")
+        # By its digits first: Python refuses to read a number of thousands of them.
+        if len(length) > len(str(framing.MAX_REQUEST_BYTES)) or int(length) > framing.MAX_REQUEST_BYTES:
             self.close_connection = True
             raise TooLargeError(
-                f"request: body of {length} bytes, at most {framing.MAX_REQUEST_BYTES} are taken",
+                f"request: body of {length:.20} bytes, at most {framing.MAX_REQUEST_BYTES} are taken",
                 limit_bytes=framing.MAX_REQUEST_BYTES,
             )
         body = self.rfile.read(int(length))
@@ -149,14 +164,22 @@ class SourceRoutes(BaseHTTPRequestHandler):
             raise RequestError(f"request: body ended after {len(body)} of {length} bytes")
         return body
 
+    def _let_pass(self, error: TransferError) -> None:
+        """Throw a body away that was too large: closing in the middle of it would reset the connection, and the
+        reader would not see why.
+        """
+        if not isinstance(error, TooLargeError):
+            return
+        self.connection.settimeout(_LINGER_S)
+        left = _LINGER_BYTES
+        while left > 0 and (piece := self.rfile.read1(left)):
+            left -= len(piece)
+
     def _ticket(self) -> Ticket:
         kind, _, text = self.headers.get("Authorization", "").partition(" ")
         if kind.lower() != "ticket" or not text:
             raise AccessError("read: no ticket, expected 'Authorization: Ticket …' as granted by the service")
-        access = self.source.access
-        if access is None:
-            raise SourceBusyError("source: not registered with a service yet", retry_after_s=1)
-        return read_ticket(access.ticket_key, text.strip(), now=time.time())
+        return self.source.read_ticket(text.strip())
 
     def _check_token(self) -> None:
         access = self.source.access
@@ -165,7 +188,8 @@ class SourceRoutes(BaseHTTPRequestHandler):
         if not access.read_token_sha256:
             return
         kind, _, token = self.headers.get("Authorization", "").partition(" ")
-        digest = hashlib.sha256(token.strip().encode("utf-8", "surrogateescape")).hexdigest()
+        # The parser took the header's bytes for Latin-1; these are the bytes again.
+        digest = hashlib.sha256(token.strip().encode("latin-1", "replace")).hexdigest()
         known = [hmac.compare_digest(digest, accepted) for accepted in access.read_token_sha256]
         if kind.lower() != "bearer" or not any(known):
             raise AccessError("request: no read token, or a wrong one, expected 'Authorization: Bearer …'")
@@ -176,6 +200,7 @@ class SourceRoutes(BaseHTTPRequestHandler):
         request = ReadRequest.from_bytes(body)
         self._check_ticket(ticket, request)
         self._check_fence(publication, request)
+        framing.check_extent(publication.manifest, request)
         frames = list(framing.cut_frames(publication.manifest, request.regions))
         payload = sum(frame.nbytes for frame in frames)
         self._begin(
@@ -298,13 +323,13 @@ class SourceRoutes(BaseHTTPRequestHandler):
         if self.command == "HEAD":
             return
         for piece in pieces(begin, end):
-            self._send([piece])
             # No trailer can follow here: a body that ends early is how a reader learns of it.
             self.source.check_stands(publication)
+            self._send([piece])
 
     def _range(self, nbytes: int, etag: str) -> ByteRange | UnsatisfiableRangeError | None:
         header = self.headers.get("Range")
-        if header is None or self.headers.get("If-Range", etag) != etag:
+        if header is None or self.command != "GET" or self.headers.get("If-Range", etag) != etag:
             return None
         try:
             return parse_range(header, nbytes)
@@ -329,6 +354,8 @@ class SourceRoutes(BaseHTTPRequestHandler):
             for view in views:
                 self.connection.sendall(view)
             return
+        # The kernel takes all of it in one call, and its own clock (SO_SNDTIMEO) ends the wait.
+        self.connection.settimeout(None)
         while views:
             sent = self.connection.sendmsg(views[:_MAX_IOVECS])
             taken = 0
@@ -354,15 +381,22 @@ class SourceRoutes(BaseHTTPRequestHandler):
     def _send_problem(
         self, error: TransferError, *, status: int | None = None, headers: dict[str, str] | None = None
     ) -> None:
-        body = problem_text(error)
+        body = problem_text(error, status=status)
         headers = {"Content-Type": PROBLEM, "Content-Length": str(len(body)), **(headers or {})}
         if isinstance(error, SourceBusyError):
             headers["Retry-After"] = str(error.facts.get("retry_after_s", 1))
         if isinstance(error, AccessError) and status_for(error) == 401:
-            headers["WWW-Authenticate"] = "Bearer" if self.command == "GET" else "Ticket"
+            headers["WWW-Authenticate"] = "Ticket" if self.command == "POST" else "Bearer"
         self._begin(status or status_for(error), headers)
         if self.command != "HEAD":
             self._send([memoryview(body)])
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What the base class refuses by itself, with a page: HTTP that is none, and methods without a route."""
+        self.close_connection = True
+        # Whatever the peer spoke, it gets a status line: to the base class a line that it cannot read is HTTP/0.9.
+        self.request_version = self.protocol_version
+        self._send_problem(RequestError(f"request: {explain or message or 'malformed'}"), status=code)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002  (the base class's name)
         logger.debug("%s %s", self.client_address[0], format % args)
@@ -378,15 +412,3 @@ def _tensor_pieces(publication: Publication, tensor: TensorEntry) -> Callable[[i
             yield from publication.shells.gather(region, at, min(at + step, end))
 
     return pieces
-
-
-def _tune(connection: socket.socket, *, peer: str) -> None:
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if not is_loopback(peer) or not hasattr(socket, "TCP_CONGESTION"):
-        return
-    # A default of bbr paces even on loopback, and halves the rate there.
-    if connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).startswith(b"bbr"):
-        try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
-        except OSError:
-            logger.debug("congestion control cubic is not to be had here")

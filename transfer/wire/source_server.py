@@ -6,8 +6,10 @@ import contextlib
 import logging
 import socket
 import ssl
+import sys
 import threading
 from http.server import ThreadingHTTPServer
+from socketserver import TCPServer
 
 from weightwire.transfer.address import Address
 from weightwire.transfer.errors import SettingsError
@@ -79,9 +81,9 @@ class _Listener(ThreadingHTTPServer):
         super().__init__((host, port), SourceRoutes)
 
     def server_bind(self) -> None:
-        # The base class asks DNS for its own name here, which may take seconds and is never used.
-        self.socket.bind(self.server_address)
-        self.server_address = self.socket.getsockname()
+        # HTTPServer asks DNS for its own name here, which may take seconds and is never used. Its base does not, and
+        # lets a restarted source have its port again while connections of the former one linger.
+        TCPServer.server_bind(self)
         self.server_port = self.socket.getsockname()[1]
 
     def verify_request(self, request: object, client_address: object) -> bool:
@@ -98,22 +100,25 @@ class _Listener(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        logger.debug("connection from %s ended", client_address, exc_info=True)
+        level = logging.DEBUG if isinstance(sys.exception(), OSError) else logging.ERROR
+        logger.log(level, "connection from %s ended", client_address, exc_info=True)
 
     def close_connections(self) -> None:
         with self._lock:
             connections = list(self._connections)
         for connection in connections:
             with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+                # Not SSLSocket's own, which lets go of the encryption first, and a thread may be sending.
+                socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 def _bind(host: str, port: int, source: Source) -> _Listener:
     try:
         return _Listener(host, port, source)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise SettingsError(
-            f"address {host}:{port} cannot be bound: {error.strerror or error}; another process may hold the port",
+            f"address {host}:{port} cannot be bound: {reason or error}; another process may hold the port",
             host=host,
             port=port,
         ) from error

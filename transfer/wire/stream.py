@@ -7,18 +7,20 @@ import http.client
 import json
 import socket
 import ssl
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 import xxhash
 
 from weightwire.transfer.address import Address
 from weightwire.transfer.errors import (
+    CancelledError,
     ChecksumError,
+    DeadlineError,
     ProtocolError,
     SourceBusyError,
+    SourceRefusedError,
     SourceStalledError,
     SourceUnreachableError,
     TransferError,
@@ -29,7 +31,9 @@ from weightwire.transfer.problems import error_of, refusal_of
 from weightwire.transfer.regions import Region
 from weightwire.transfer.shells import Shells
 from weightwire.transfer.wire import framing
+from weightwire.transfer.wire.body import Body, body_of
 from weightwire.transfer.wire.ledger import Segment
+from weightwire.transfer.wire.sockets import tune
 
 _MAX_ERROR_BODY_BYTES = 1 << 16
 
@@ -88,6 +92,12 @@ class SourceStream:
             )
         else:
             self._connection = http.client.HTTPConnection(address.host, address.port, timeout=self._timeouts.connect_s)
+        # Or a request would quietly open a connection that nobody can abort.
+        self._connection.auto_open = 0
+        # Kept beside the connection, which forgets the socket of an answer that ends with it.
+        self._sock: socket.socket | None = None
+        self._response: http.client.HTTPResponse | None = None
+        self._is_aborted = False
         self._staging = memoryview(bytearray())
 
     def connect(self) -> None:
@@ -101,17 +111,33 @@ class SourceStream:
                 self._connection.connect()
                 sock = cast(socket.socket, self._connection.sock)
                 sock.settimeout(self._timeouts.stall_s)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                tune(sock)
+                self._sock = sock
+                if self._is_aborted:
+                    raise SourceUnreachableError("given up while it was connected")
 
     def close(self) -> None:
-        """Close the connection; from another thread, end a read that is under way."""
-        sock = self._connection.sock
-        if sock is not None:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+        """Close the connection; the next request opens another. Only for the thread that reads."""
+        self._shut_down()
+        if self._response is not None:
+            self._response.close()
         self._connection.close()
 
-    def fetch(self, segments: Sequence[Segment], shells: Shells) -> Iterator[Verified]:
+    def abort(self) -> None:
+        """End for good, from any thread, what is under way, be it only a connection that is being made.
+
+        The socket is shut down, not closed: its number could become another's while a thread reads from it.
+        """
+        self._is_aborted = True
+        self._shut_down()
+
+    def _shut_down(self) -> None:
+        if self._sock is not None:
+            with contextlib.suppress(OSError):
+                # Not SSLSocket's own, which lets go of the encryption first.
+                socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
+
+    def fetch(self, segments: Sequence[Segment], shells: Shells) -> Iterator[framing.Frame]:
         """Read segments into the shells.
 
         Contiguous bytes land in the shell before their checksum is known; until then they are this stream's.
@@ -121,7 +147,7 @@ class SourceStream:
             shells: Written.
 
         Yields:
-            What one more frame brought, after it was verified and written.
+            Each frame, after it was verified and written.
 
         Raises:
             SourceError: As its subclasses say; what was yielded before stays good.
@@ -131,15 +157,21 @@ class SourceStream:
         self.connect()
         with self._as_source_errors():
             body = self._ask(segments)
-            waiting = deque(segments)
-            for frame in framing.cut_frames(self.manifest, _merged(segments)):
-                places = list(_take(waiting, frame.nbytes))
-                self._receive(body, frame, places, shells)
-                yield Verified(places=tuple(places), chunk=frame.chunk)
-            if body.read(1):
-                raise ProtocolError(f"{self.endpoint}: the body goes on after its last frame")
+            places = Places(segments)
+            frames = list(framing.cut_frames(self.manifest, _merged(segments)))
+            tail = memoryview(bytearray(framing.FRAME_OVERHEAD_BYTES))
+            body.read(tail[framing.TRAILER.size :])
+            for number, frame in enumerate(frames, start=1):
+                self._check_header(body, tail[framing.TRAILER.size :], frame.nbytes)
+                # The next frame's header comes along with this one's trailer.
+                if number == len(frames):
+                    tail = tail[: framing.TRAILER.size]
+                self._receive(body, frame, (places.take(frame.nbytes), shells), tail)
+                yield frame
+            if not body.finish():
+                raise ProtocolError("the body goes on after its last frame")
 
-    def _ask(self, segments: Sequence[Segment]) -> http.client.HTTPResponse:
+    def _ask(self, segments: Sequence[Segment]) -> Body:
         """Send the request; an answer that is not the frames that were asked for is an error."""
         endpoint = self.endpoint
         request = framing.ReadRequest(
@@ -156,7 +188,7 @@ class SourceStream:
             "Weightwire-Protocol": framing.PROTOCOL,
         }
         self._connection.request("POST", "/v1/read", body=request, headers=headers)
-        response = self._connection.getresponse()
+        self._response = response = self._connection.getresponse()
         if response.status != 200:
             raise self._refusal(response)
         expected = {
@@ -168,8 +200,8 @@ class SourceStream:
         }
         for name, value in expected.items():
             if (actual := response.getheader(name)) != value:
-                raise ProtocolError(f"{endpoint}: answered with {name} {actual!r}, expected {value!r}")
-        return response
+                raise ProtocolError(f"answered with {name} {actual!r}, expected {value!r}")
+        return body_of(response, self._connection.sock, stall_s=self._timeouts.stall_s)
 
     def _refusal(self, response: http.client.HTTPResponse) -> TransferError:
         error = refusal_of(
@@ -183,20 +215,19 @@ class SourceStream:
         return error
 
     def _receive(
-        self, body: http.client.HTTPResponse, frame: framing.Frame, places: list[Place], shells: Shells
+        self, body: Body, frame: framing.Frame, destination: tuple[list[Place], Shells], tail: memoryview
     ) -> None:
-        """Read one frame, verify it, and leave its payload in the shells."""
-        self._read_header(body, frame.nbytes)
+        """Read a frame's payload and what follows it into `tail`, verify it, and leave it in the shells."""
+        places, shells = destination
         views = shells.views(*places[0].flat) if len(places) == 1 and places[0].is_contiguous else []
         payload = views[0] if len(views) == 1 else self._stage(frame.nbytes)
-        self._read_exactly(body, payload)
-        actual = xxhash.xxh3_64_intdigest(payload)
-        status, promised = framing.TRAILER.unpack(self._read_small(body, framing.TRAILER.size))
+        body.read(payload, tail)
+        status, promised = framing.TRAILER.unpack_from(tail)
         if status == framing.VOID:
-            self._read_header(body, 0)
+            self._check_header(body, self._next_header(body, tail), 0)
         if status != framing.GOOD:
-            raise ProtocolError(f"{self.endpoint}: a frame ends with {status!r}, expected GOOD or VOID")
-        self._check(frame, actual=actual, promised=promised)
+            raise ProtocolError(f"a frame ends with {status!r}, expected GOOD or VOID")
+        self._check(frame, actual=xxhash.xxh3_64_intdigest(payload), promised=promised)
         if len(views) != 1:
             taken = 0
             for place in places:
@@ -205,36 +236,29 @@ class SourceStream:
 
     def _check(self, frame: framing.Frame, *, actual: int, promised: int) -> None:
         if actual != promised:
-            raise ChecksumError(
-                f"{self.endpoint}: a chunk of {frame.nbytes} bytes hashes to {actual:016x}, sent as {promised:016x}"
-            )
+            raise ChecksumError(f"a chunk of {frame.nbytes} bytes hashes to {actual:016x}, sent as {promised:016x}")
         if frame.chunk is not None and actual != (origin := digest_at(self.manifest.chunk_digests, frame.chunk)):
-            raise ChecksumError(
-                f"{self.endpoint}: chunk {frame.chunk} hashes to {actual:016x}, the manifest says {origin:016x}"
-            )
+            raise ChecksumError(f"chunk {frame.chunk} hashes to {actual:016x}, the manifest says {origin:016x}")
 
-    def _read_header(self, body: http.client.HTTPResponse, nbytes: int) -> None:
-        kind, length = framing.HEADER.unpack(self._read_small(body, framing.HEADER.size))
+    def _check_header(self, body: Body, header: memoryview, nbytes: int) -> None:
+        """Check that a frame of `nbytes` begins; raise what a FAIL frame tells."""
+        kind, length = framing.HEADER.unpack(header)
         if kind == framing.FAIL and length <= framing.MAX_PROBLEM_BYTES:
-            problem = json.loads(bytes(self._read_small(body, length)))
-            raise error_of(problem) if isinstance(problem, dict) else ProtocolError(f"{self.endpoint}: no problem")
+            text = bytearray(length)
+            body.read(memoryview(text))
+            problem = json.loads(text)
+            raise error_of(problem) if isinstance(problem, dict) else ProtocolError("a FAIL frame tells nothing")
         if kind != framing.DATA or length != nbytes:
-            raise ProtocolError(f"{self.endpoint}: a frame begins with {kind!r} {length}, expected DATA {nbytes}")
+            raise ProtocolError(f"a frame begins with {kind!r} {length}, expected DATA {nbytes}")
 
-    def _read_small(self, body: http.client.HTTPResponse, nbytes: int) -> memoryview:
-        small = memoryview(bytearray(nbytes))
-        self._read_exactly(body, small)
-        return small
-
-    def _read_exactly(self, body: http.client.HTTPResponse, buffer: memoryview) -> None:
-        got = 0
-        while got < len(buffer):
-            count = body.readinto(buffer[got:] if got else buffer)
-            if not count:
-                raise SourceUnreachableError(
-                    f"{self.endpoint}: the body ended after {got} of {len(buffer)} bytes of a frame"
-                )
-            got += count
+    @staticmethod
+    def _next_header(body: Body, tail: memoryview) -> memoryview:
+        """The header behind a trailer, read already unless the trailer was to be the last."""
+        header = tail[framing.TRAILER.size :]
+        if not header:
+            header = memoryview(bytearray(framing.HEADER.size))
+            body.read(header)
+        return header
 
     def _stage(self, nbytes: int) -> memoryview:
         if len(self._staging) < nbytes:
@@ -248,13 +272,25 @@ class SourceStream:
             yield
         except BaseException as error:
             self.close()
+            if isinstance(error, TransferError):
+                # Whoever raised it below does not know whom it spoke to.
+                raise _told_by(self.endpoint, error) from error
             if isinstance(error, TimeoutError):
                 raise SourceStalledError(f"{self.endpoint}: no byte for {self._timeouts.stall_s:g} s") from error
-            if isinstance(error, (http.client.HTTPException, ValueError)):
-                raise ProtocolError(f"{self.endpoint}: {type(error).__name__}: {error}") from error
+            # First, since a connection that ends before an answer is both this and an HTTPException.
             if isinstance(error, OSError):
                 raise SourceUnreachableError(f"{self.endpoint}: {error.strerror or error}") from error
+            if isinstance(error, (http.client.HTTPException, ValueError, RecursionError)):
+                raise ProtocolError(f"{self.endpoint}: {type(error).__name__}: {error}") from error
             raise
+
+
+def _told_by(endpoint: Endpoint, error: TransferError) -> TransferError:
+    # When a source says that it was stopped, or out of time, the transfer is neither.
+    kind = SourceRefusedError if isinstance(error, (CancelledError, DeadlineError)) else type(error)
+    told = kind(f"{endpoint}: {error}")
+    told.facts = error.facts
+    return told
 
 
 class Place(NamedTuple):
@@ -278,29 +314,27 @@ class Place(NamedTuple):
         return self.target.offset + self.begin, self.target.offset + self.end
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verified:
-    """What one frame brought.
+class Places:
+    """Walks the packed stream of a claim, and says where its bytes go."""
 
-    Attributes:
-        places: Where its payload lies now.
-        chunk: Number of the source's chunk that it was, whose digest is the manifest's.
-    """
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self._segments = iter(segments)
+        self._target: Region | None = None
+        self._at = self._end = 0
 
-    places: tuple[Place, ...]
-    chunk: int | None
-
-
-def _take(waiting: deque[Segment], nbytes: int) -> Iterator[Place]:
-    """The places of the next `nbytes` of the packed stream; a segment that is cut stays in front."""
-    while nbytes:
-        segment = waiting.popleft()
-        size = min(nbytes, segment.nbytes)
-        yield Place(segment.target, segment.begin, segment.begin + size)
-        nbytes -= size
-        if size < segment.nbytes:
-            # Only the positions count from here on; the source region was sent with the request.
-            waiting.appendleft(replace(segment, begin=segment.begin + size, nbytes=segment.nbytes - size))
+    def take(self, nbytes: int) -> list[Place]:
+        """The places of the next `nbytes` of the stream."""
+        places: list[Place] = []
+        while nbytes:
+            if self._at == self._end:
+                segment = next(self._segments)
+                self._target, self._at, self._end = segment.target, segment.begin, segment.begin + segment.nbytes
+            assert self._target is not None
+            stop = min(self._end, self._at + nbytes)
+            places.append(Place(self._target, self._at, stop))
+            nbytes -= stop - self._at
+            self._at = stop
+        return places
 
 
 def _merged(segments: Iterable[Segment]) -> Iterator[Region]:

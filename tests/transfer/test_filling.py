@@ -1,0 +1,468 @@
+"""Filling shells from peers and disk: all of it proven, or an error, and no byte written on a disagreement."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.transfer.conftest import PATIENCE_S, Fake, MakeFake, Serve, bits, endpoint_of, filled, read_request, views_of
+from weightwire.transfer.checkpoint import Checkpoint
+from weightwire.transfer.control import Control
+from weightwire.transfer.dtypes import BY_NAME
+from weightwire.transfer.errors import (
+    CancelledError,
+    CheckpointError,
+    CoverageError,
+    DeadlineError,
+    IntegrityError,
+    ManifestMismatchError,
+    TransferError,
+)
+from weightwire.transfer.filling import FillResult, Origins, fill
+from weightwire.transfer.manifest import Manifest
+from weightwire.transfer.session import RankProgress, TransferState
+from weightwire.transfer.shells import Shells
+from weightwire.transfer.wire.puller import PullOptions
+from weightwire.transfer.wire.stream import Endpoint, Timeouts
+
+POISON = 0xAB
+OPTIONS = PullOptions(timeouts=Timeouts(connect_s=PATIENCE_S, stall_s=PATIENCE_S))
+Tensors = dict[str, torch.Tensor]
+
+
+def tensors_of(**shapes: tuple[int, ...]) -> Tensors:
+    return {name: filled("float32", shape, seed=number) for number, (name, shape) in enumerate(shapes.items())}
+
+
+ABC = tensors_of(a=(4, 8), b=(3,), c=(5, 5))
+
+
+def poisoned(tensors: Tensors, *, chunk_bytes: int = 64) -> Shells:
+    """Shells for such tensors, none of whose bytes are right."""
+    shells = Shells.from_tensors({name: torch.empty_like(t) for name, t in tensors.items()}, chunk_bytes=chunk_bytes)
+    shells.fill(POISON)
+    return shells
+
+
+def memory_of(shells: Shells) -> bytes:
+    return b"".join(shells.views(0, shells.manifest.total_bytes))
+
+
+def contents(shells: Shells) -> dict[str, bytes]:
+    return {name: bits(tensor) for name, tensor in shells.tensors()}
+
+
+def content(tensors: Tensors) -> dict[str, bytes]:
+    return {name: bits(tensor) for name, tensor in tensors.items()}
+
+
+MakeCheckpoint = Callable[[Tensors], Checkpoint]
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path) -> MakeCheckpoint:
+    def make(tensors: Tensors) -> Checkpoint:
+        save_file(tensors, tmp_path / "model.safetensors")
+        return Checkpoint.open(tmp_path)
+
+    return make
+
+
+def origins(*held: tuple[Endpoint, Manifest], disk: Checkpoint | None = None) -> Origins:
+    return Origins(
+        endpoints=[endpoint for endpoint, _ in held],
+        manifests={manifest.digest: manifest for _, manifest in held},
+        checkpoint=disk,
+    )
+
+
+def run(shells: Shells, where: Origins, on_progress: Callable[[RankProgress], None] = lambda _: None) -> FillResult:
+    return fill(shells, where, control=Control(deadline_s=PATIENCE_S), options=OPTIONS, on_progress=on_progress)
+
+
+def source(serve: Serve, tensors: Tensors, instance_id: str = "s") -> tuple[Endpoint, Manifest]:
+    served = serve(tensors, instance_id=instance_id)
+    return served.endpoint(), served.manifest
+
+
+def broken(fake: MakeFake, manifest: Manifest, instance_id: str = "x") -> tuple[Endpoint, Manifest]:
+    """A source that closes every connection as soon as something is asked."""
+    server = fake(lambda connection: read_request(connection))
+    return endpoint_of(manifest, url=server.url, instance_id=instance_id), manifest
+
+
+# Peers, disk, and both
+
+
+def test_peers_alone(serve: Serve) -> None:
+    shells = poisoned(ABC)
+    result = run(shells, origins(source(serve, ABC)))
+    assert contents(shells) == content(ABC)
+    assert result.tensors == {"identical": 3, "reshard": 0, "disk": 0, "constant": 0}
+    assert (result.bytes_peer, result.bytes_disk) == (240, 0)
+    assert [(given.instance_id, given.rank, given.nbytes) for given in result.sources] == [("s", 0, 240)]
+    assert result.failures == ()
+
+
+def test_disk_alone(on_disk: MakeCheckpoint) -> None:
+    shells = poisoned(ABC)
+    result = run(shells, origins(disk=on_disk(ABC)))
+    assert contents(shells) == content(ABC)
+    assert result.tensors == {"identical": 0, "reshard": 0, "disk": 3, "constant": 0}
+    assert (result.bytes_peer, result.bytes_disk, result.sources) == (0, 240, ())
+
+
+def test_b60_peers_and_disk_add_up_to_the_whole(serve: Serve, on_disk: MakeCheckpoint) -> None:
+    first, second = source(serve, {"a": ABC["a"]}, "x"), source(serve, {"c": ABC["c"].T.contiguous().T}, "y")
+    disk = on_disk(ABC)
+    shells, seen = poisoned(ABC), list[RankProgress]()
+    result = run(shells, origins(first, second, disk=disk), seen.append)
+    assert contents(shells) == content(ABC)
+    assert result.tensors == {"identical": 1, "reshard": 1, "disk": 1, "constant": 0}
+    assert {given.instance_id: given.nbytes for given in result.sources} == {"x": 128, "y": 100}
+    assert (result.bytes_peer, result.bytes_disk, disk.bytes_read) == (228, 12, 12)
+    assert seen[-1] == RankProgress(state=TransferState.READY, bytes_total=240, bytes_peer=228, bytes_disk=12)
+    assert [p.state for p in seen] == sorted((p.state for p in seen), key=list(TransferState).index)
+    for before, after in pairwise(seen):
+        assert (before.bytes_peer, before.bytes_disk) <= (after.bytes_peer, after.bytes_disk)
+        assert after.bytes_peer + after.bytes_disk <= after.bytes_total == 240
+
+
+@pytest.mark.parametrize("dtype", sorted(BY_NAME))
+def test_b10_every_dtype_and_stride_comes_from_a_peer_and_from_disk_alike(
+    serve: Serve, on_disk: MakeCheckpoint, dtype: str
+) -> None:
+    tensors = views_of(dtype)
+    if BY_NAME[dtype].packing > 1:
+        del tensors["a scalar"]
+    plain = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in tensors.items()}
+    for name, tensor in plain.items():
+        raw = torch.frombuffer(bytearray(bits(tensors[name])), dtype=torch.uint8) if tensor.numel() else None
+        if raw is not None:
+            plain[name] = raw.view(tensor.dtype).reshape(tensor.shape)
+    half = set(sorted(tensors)[::2])
+    peer = source(serve, {name: t for name, t in tensors.items() if name in half})
+    disk = on_disk(plain)
+    for layout in (plain, tensors):
+        shells = Shells.allocate(Shells.from_tensors(layout).manifest)
+        shells.fill(POISON)
+        result = run(shells, origins(peer, disk=disk))
+        assert contents(shells) == content(tensors)
+        assert result.bytes_peer + result.bytes_disk == sum(t.nbytes for t in tensors.values())
+
+
+def test_module_is_filled_where_it_lies(serve: Serve) -> None:
+    held = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3))
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3))
+    before = {name: (t.data_ptr(), id(t)) for name, t in module.state_dict(keep_vars=True).items()}
+    shells = Shells.from_module(module)
+    run(shells, origins(source(serve, dict(held.state_dict()))))
+    assert {name: (t.data_ptr(), id(t)) for name, t in module.state_dict(keep_vars=True).items()} == before
+    assert {name: bits(t) for name, t in module.state_dict().items()} == content(dict(held.state_dict()))
+    assert torch.equal(module(torch.ones(2, 3)), held.train()(torch.ones(2, 3)))
+
+
+def test_b08_shells_without_a_byte_are_ready_without_anybody() -> None:
+    shells = Shells.from_tensors({"none": torch.empty(0, dtype=torch.int32)})
+    result = run(shells, origins())
+    assert (result.bytes_peer, result.bytes_disk) == (0, 0)
+
+
+def test_filled_shells_can_be_served_in_turn(serve: Serve) -> None:
+    """B37: a loaded target is a source of the same bytes."""
+    endpoint, manifest = source(serve, ABC)
+    second = Shells.allocate(manifest)
+    run(second, origins((endpoint, manifest)))
+    served = serve(second, instance_id="y")
+    assert served.manifest == manifest
+    third = poisoned(ABC)
+    run(third, origins((served.endpoint(), served.manifest)))
+    assert contents(third) == content(ABC)
+
+
+# Sources that fail
+
+
+def test_dead_source_is_made_up_for_from_disk_with_the_reason(
+    fake: MakeFake, serve: Serve, on_disk: MakeCheckpoint
+) -> None:
+    _, manifest = source(serve, ABC)
+    disk = on_disk(ABC)
+    shells = poisoned(ABC)
+    result = run(shells, origins(broken(fake, manifest), disk=disk))
+    assert contents(shells) == content(ABC)
+    assert [(failure.instance_id, failure.code) for failure in result.failures] == [("x", "source_unreachable")]
+    assert result.tensors["disk"] == 3
+    assert (result.bytes_peer, result.bytes_disk, disk.bytes_read) == (0, 240, 240)
+
+
+def test_b37_candidates_are_tried_in_turn_and_then_the_disk(
+    fake: MakeFake, serve: Serve, on_disk: MakeCheckpoint
+) -> None:
+    served = serve({"a": ABC["a"], "b": ABC["b"]})
+    restarted = served.endpoint(generation=6, instance_id="s")
+    where = origins(
+        broken(fake, served.manifest), (restarted, served.manifest), source(serve, {"b": ABC["b"]}, "z"),
+        disk=on_disk(ABC),
+    )  # fmt: skip
+    shells = poisoned(ABC)
+    result = run(shells, where)
+    assert contents(shells) == content(ABC)
+    assert {failure.instance_id: failure.code for failure in result.failures} == {
+        "x": "source_unreachable",
+        "s": "source_fenced",
+    }
+    assert (result.bytes_peer, result.bytes_disk) == (12, 228)
+
+
+def test_source_that_dies_in_the_middle_leaves_what_was_verified_and_the_disk_gives_only_the_rest(
+    fake: MakeFake, serve: Serve, on_disk: MakeCheckpoint
+) -> None:
+    tensors = {"big": filled("uint8", (1000,)), "small": filled("uint8", (10,), seed=1)}
+    served = serve(tensors)
+    address = served.server.address
+
+    def relay(connection: socket.socket) -> None:
+        """Hands the first bytes of one answer on, and then dies."""
+        head, body = read_request(connection)
+        if not body or len(server.requests) > 1:
+            return
+        server.requests.append(body)
+        with socket.create_connection((address.host, address.port), PATIENCE_S) as real:
+            real.sendall(head + b"\r\n\r\n" + body)
+            found = b""
+            while len(found) < 800:
+                found += real.recv(4096)
+        connection.sendall(found[:800])
+
+    server: Fake = fake(relay)
+    disk = on_disk(tensors)
+    shells = poisoned(tensors)
+    result = run(shells, origins((served.endpoint(url=server.url), served.manifest), disk=disk))
+    assert contents(shells) == content(tensors)
+    assert 0 < result.bytes_peer < 1010
+    assert result.bytes_peer % 64 == 0
+    assert disk.bytes_read == result.bytes_disk == 1010 - result.bytes_peer
+
+
+def test_lost_sources_are_told_with_what_is_missing(fake: MakeFake, serve: Serve) -> None:
+    _, manifest = source(serve, ABC)
+    with pytest.raises(CoverageError, match=r"'a', 'b', 'c'; sources lost: source_unreachable: source 'x'") as caught:
+        run(poisoned(ABC), origins(broken(fake, manifest)))
+    assert caught.value.facts["missing"] == ["a", "b", "c"]
+
+
+def test_source_without_digests_is_passed_over(serve: Serve, on_disk: MakeCheckpoint) -> None:
+    served = serve(ABC)
+    bare = Shells.allocate(served.manifest).manifest
+    result = run(poisoned(ABC), origins((endpoint_of(bare, url=served.server.url), bare), disk=on_disk(ABC)))
+    assert [failure.code for failure in result.failures] == ["manifest_invalid"]
+    assert result.bytes_disk == 240
+
+
+# What is refused before a byte is written
+
+
+def refuses(shells: Shells, where: Origins, kind: type[TransferError]) -> TransferError:
+    """The error of a fill that must not have changed a byte, nor said that it had begun to receive."""
+    before, seen = memory_of(shells), list[RankProgress]()
+    with pytest.raises(kind) as caught:
+        run(shells, where, seen.append)
+    assert memory_of(shells) == before
+    assert seen == []
+    return caught.value
+
+
+def test_no_source_and_no_disk_names_each_tensor() -> None:
+    error = refuses(poisoned(ABC), origins(), CoverageError)
+    assert error.facts["missing"] == ["a", "b", "c"]
+
+
+def test_tensor_that_is_nowhere_is_named_before_anything_is_written(serve: Serve, on_disk: MakeCheckpoint) -> None:
+    where = origins(source(serve, {"a": ABC["a"]}), disk=on_disk({"c": ABC["c"]}))
+    error = refuses(poisoned(ABC), where, CoverageError)
+    assert error.facts["missing"] == ["b"]
+    assert "'b'" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        pytest.param({"b": torch.zeros(3, dtype=torch.float16)}, "dtype", id="dtype"),
+        pytest.param({"b": torch.zeros(4)}, "shape", id="shape"),
+        pytest.param({"b": torch.zeros(3, 1)}, "shape", id="one dimension more"),
+        pytest.param({"b": torch.zeros(())}, "shape", id="a scalar"),
+    ],
+)
+def test_b38_disagreement_is_refused_before_anything_is_written(
+    serve: Serve, on_disk: MakeCheckpoint, wrong: Tensors, field: str
+) -> None:
+    for where in (
+        origins(source(serve, ABC | wrong), disk=on_disk(ABC)),
+        origins(source(serve, ABC), source(serve, wrong, "y"), disk=on_disk(ABC)),
+        origins(source(serve, ABC), disk=on_disk(ABC | wrong)),
+        origins(disk=on_disk(ABC | wrong)),
+    ):
+        error = refuses(poisoned(ABC), where, ManifestMismatchError)
+        conflicts = error.facts["conflicts"]
+        assert isinstance(conflicts, list)
+        assert [(c["tensor"], c["field"]) for c in conflicts if isinstance(c, dict)] == [("b", field)]
+
+
+def test_tensors_of_a_peer_that_nobody_asked_for_do_no_harm(serve: Serve) -> None:
+    shells = poisoned(ABC)
+    run(shells, origins(source(serve, ABC | {"more": torch.ones(9)})))
+    assert contents(shells) == content(ABC)
+
+
+# Digests
+
+
+def test_disk_that_differs_from_what_a_source_promised_is_found_out(
+    fake: MakeFake, serve: Serve, on_disk: MakeCheckpoint
+) -> None:
+    _, manifest = source(serve, ABC)
+    other = ABC | {"c": ABC["c"] + 1}
+    with pytest.raises(IntegrityError, match=r"tensor 'c': its bytes from disk.* promises") as caught:
+        run(poisoned(ABC), origins(broken(fake, manifest), disk=on_disk(other)))
+    assert caught.value.facts["tensor"] == "c"
+
+
+def test_tensors_that_interleave_are_compared_whatever_came_last(serve: Serve) -> None:
+    """Two tensors of the target share some bytes, and the source holds them apart, and different."""
+    held = {"a": torch.arange(5, dtype=torch.int32), "b": torch.arange(10, 14, dtype=torch.int32)}
+    endpoint = source(serve, held)
+    for order in (("a", "b"), ("b", "a")):
+        pool = torch.zeros(9, dtype=torch.int32)
+        views = {"a": pool[:5], "b": pool[2:9:2]}
+        with pytest.raises(IntegrityError, match="its bytes from its sources hash to"):
+            run(Shells.from_tensors({name: views[name] for name in order}), origins(endpoint))
+
+
+def test_tensors_that_interleave_are_filled_if_the_source_agrees(serve: Serve) -> None:
+    pool = torch.arange(9, dtype=torch.int32)
+    endpoint = source(serve, {"a": pool[:5].clone(), "b": pool[2:9:2].clone()})
+    target = torch.zeros(9, dtype=torch.int32)
+    run(Shells.from_tensors({"a": target[:5], "b": target[2:9:2]}), origins(endpoint))
+    assert target.tolist() == [0, 1, 2, 3, 4, 0, 6, 0, 8]
+
+
+# Ties
+
+
+class TiedModel(torch.nn.Module):
+    def __init__(self, value: float = 0.0, *, head_first: bool = False) -> None:
+        super().__init__()
+        self.embed: torch.Tensor
+        self.head: torch.Tensor
+        weight = torch.nn.Parameter(torch.full((2, 1), value))
+        for name in ("head", "embed") if head_first else ("embed", "head"):
+            self.register_parameter(name, weight)
+
+
+@pytest.mark.parametrize("head_first", [False, True], ids=["embed first", "head first"])
+def test_b16_tied_head_that_the_checkpoint_lacks_is_the_embedding(
+    serve: Serve, on_disk: MakeCheckpoint, head_first: bool
+) -> None:
+    embed = {"embed": torch.tensor([[1.0], [2.0]])}
+    for where in (origins(disk=on_disk(embed)), origins(source(serve, embed))):
+        module = TiedModel(head_first=head_first)
+        result = run(Shells.from_module(module), where)
+        assert module.head is module.embed
+        assert module.head.tolist() == [[1.0], [2.0]]
+        assert result.bytes_peer + result.bytes_disk == 8
+        assert sum(result.tensors.values()) == 2
+        assert max(result.tensors.values()) == 2
+
+
+def test_b16_tied_head_that_the_checkpoint_repeats_loads(on_disk: MakeCheckpoint) -> None:
+    embed = torch.tensor([[1.0], [2.0]])
+    module = TiedModel()
+    result = run(Shells.from_module(module), origins(disk=on_disk({"embed": embed, "head": embed.clone()})))
+    assert module.head.tolist() == [[1.0], [2.0]]
+    assert result.bytes_disk == 8
+
+
+def test_b16_tied_head_that_contradicts_the_embedding_is_never_thrown_away(
+    serve: Serve, on_disk: MakeCheckpoint
+) -> None:
+    embed, head = torch.tensor([[1.0], [2.0]]), torch.tensor([[5.0], [6.0]])
+    module = TiedModel(7.0)
+    with pytest.raises(ManifestMismatchError, match="tied to 'embed'"):
+        run(Shells.from_module(module), origins(source(serve, {"embed": embed, "head": head})))
+    assert module.head.tolist() == [[7.0], [7.0]]
+    with pytest.raises(IntegrityError, match=r"'head': tied to 'embed' on the target, but they differ on disk"):
+        run(Shells.from_module(module), origins(disk=on_disk({"embed": embed, "head": head})))
+
+
+# Ending early
+
+
+def test_cancelled_fill_says_so(serve: Serve, on_disk: MakeCheckpoint) -> None:
+    for where in (origins(source(serve, ABC)), origins(disk=on_disk(ABC))):
+        control = Control(deadline_s=PATIENCE_S)
+        control.cancel("because")
+        with pytest.raises(CancelledError, match="because"):
+            fill(poisoned(ABC), where, control=control, options=OPTIONS)
+
+
+def test_cancel_while_it_receives(serve: Serve, on_disk: MakeCheckpoint) -> None:
+    control = Control(deadline_s=PATIENCE_S)
+    seen: list[RankProgress] = []
+
+    def report(progress: RankProgress) -> None:
+        seen.append(progress)
+        if progress.bytes_peer or progress.bytes_disk:
+            control.cancel("because")
+
+    with pytest.raises(CancelledError, match="because"):
+        fill(
+            poisoned(ABC),
+            origins(source(serve, {"a": ABC["a"]}), disk=on_disk(ABC)),
+            control=control,
+            options=OPTIONS,
+            on_progress=report,
+        )
+    assert {p.state for p in seen} == {TransferState.RECEIVING}
+
+
+def test_deadline_of_a_source_that_says_nothing(fake: MakeFake, serve: Serve) -> None:
+    _, manifest = source(serve, ABC)
+    server = fake(lambda _: server.over.wait(PATIENCE_S))
+    where = origins((endpoint_of(manifest, url=server.url), manifest))
+    with pytest.raises(DeadlineError):
+        fill(poisoned(ABC), where, control=Control(deadline_s=0.2), options=OPTIONS)
+
+
+def test_b44_first_real_cause_reaches_the_caller(serve: Serve, on_disk: MakeCheckpoint, tmp_path: Path) -> None:
+    disk = on_disk(ABC)
+    (tmp_path / "model.safetensors").write_bytes(b"short")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        run(poisoned(ABC), origins(source(serve, {"a": ABC["a"]}), disk=disk))
+
+
+def test_report_that_raises_ends_the_fill_with_its_error(serve: Serve, on_disk: MakeCheckpoint) -> None:
+    def report(progress: RankProgress) -> None:
+        if progress.bytes_disk:
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        run(poisoned(ABC), origins(source(serve, {"a": ABC["a"]}), disk=on_disk(ABC)), report)
+
+
+def test_two_fills_at_once_from_one_source(serve: Serve) -> None:
+    where = origins(source(serve, ABC))
+    shells = [poisoned(ABC) for _ in range(3)]
+    threads = [threading.Thread(target=run, args=(one, where)) for one in shells]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert [contents(one) for one in shells] == [content(ABC)] * 3
