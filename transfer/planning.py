@@ -222,15 +222,19 @@ def entangled(manifest: Manifest) -> frozenset[str]:
         key=lambda item: item[0].offset,
     )
     found: set[str] = set()
-    group: dict[str, Region] = {}
+    group: list[str] = []
+    first: Region | None = None
+    is_mixed = False
     reach = 0
     for region, name in spans:
         if region.offset >= reach:
-            group = {}
-        group[name] = region
+            group, first, is_mixed = [], region, False
+        group.append(name)
         reach = max(reach, region.end)
-        if any(region != other for other in group.values()):
+        is_mixed = is_mixed or region != first
+        if is_mixed:
             found.update(group)
+            group.clear()
     return frozenset(found)
 
 

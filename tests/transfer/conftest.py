@@ -245,15 +245,16 @@ def fake() -> Iterator[MakeFake]:
 
 
 def read_request(connection: socket.socket) -> tuple[bytes, bytes]:
-    """Head and body of one HTTP request; empty if the peer is gone."""
-    raw = b""
-    while b"\r\n\r\n" not in raw:
+    """Head and body of one HTTP request; empty if the peer is gone before its end."""
+    raw, wanted = b"", None
+    while wanted is None or len(raw) < wanted:
         piece = connection.recv(1 << 16)
         if not piece:
             return b"", b""
         raw += piece
-    head, _, body = raw.partition(b"\r\n\r\n")
-    fields = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:])
-    while len(body) < int(fields.get(b"content-length", b"0")):
-        body += connection.recv(1 << 16)
-    return head, body
+        head, end, _ = raw.partition(b"\r\n\r\n")
+        if wanted is None and end:
+            fields = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:])
+            wanted = len(head) + len(end) + int(fields.get(b"content-length", b"0"))
+    found, _, body = raw.partition(b"\r\n\r\n")
+    return found, body

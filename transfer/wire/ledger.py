@@ -113,7 +113,7 @@ class Ledger:
             self._changed.wait_for(lambda: self._waiting or self.is_done or self._closed, timeout=timeout_s)
             if self._closed:
                 return []
-            share = self._waiting_bytes * 3 // (4 * self._num_streams)
+            share = self._waiting_bytes * 7 // (8 * self._num_streams)
             limit = min(max(share, _MIN_CLAIM_BYTES), _MAX_CLAIM_BYTES)
             taken: list[Segment] = []
             size = 0

@@ -152,9 +152,16 @@ class Puller:
 
     def connect(self) -> None:
         """Open the connections now; a source that is not there is given up."""
-        for lane in self._lanes:
-            if lane.error is None:
-                lane.connect()
+        # All at once: hosts that are gone would let each other wait, and the living ones, too.
+        threads = [
+            threading.Thread(target=lane.connect, name=f"weightwire-connect-{lane.endpoint.instance_id}")
+            for lane in self._lanes
+            if lane.error is None
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
         self._collect_failures()
 
     def pull(self, plan: Plan, control: Control, on_bytes: Callable[[int], None] = lambda _: None) -> None:

@@ -144,6 +144,10 @@ class SourceRoutes(BaseHTTPRequestHandler):
             raise RequestError(f"path {self.path!r:.200}: {error}") from error
 
     def _read_body(self) -> bytes:
+        if self.headers.defects:
+            # The parser stops at a line that is no header, and whatever stands behind it is lost.
+            self.close_connection = True
+            raise RequestError("request: a line of its head is no header")
         lengths = self.headers.get_all("Content-Length", [])
         if not lengths and self.command != "POST" and "Transfer-Encoding" not in self.headers:
             return b""

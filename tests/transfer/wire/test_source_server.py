@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import http.client
 import json
+import os
 import socket
 import threading
 import time
@@ -474,6 +475,12 @@ MALFORMED = [
     ),
     pytest.param(POST + b"Content-Length: 4194305\r\n\r\n", 413, id="a length over the limit"),
     pytest.param(POST + b"Content-Length: " + b"9" * 6000 + b"\r\n\r\n", 413, id="a length of thousands of digits"),
+    pytest.param(
+        b"GET /healthz HTTP/1.1\r\nContent-Length : 26\r\n\r\nGET /healthz HTTP/1.1\r\n\r\n",
+        422,
+        id="a blank in a header",
+    ),
+    pytest.param(b"GET /healthz HTTP/1.1\r\nnonsense\r\nX: y\r\n\r\n", 422, id="a header that is none"),
     pytest.param(b"GET http://[ HTTP/1.1\r\nConnection: close\r\n\r\n", 422, id="a URL that is none"),
 ]
 
@@ -595,6 +602,27 @@ def test_b46_reader_that_takes_nothing_is_cut_off(serve: Serve) -> None:
             while piece := connection.recv(1 << 20):
                 got += len(piece)
     assert got < 1 << 26
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm", encoding="ascii") as stream:
+        return int(stream.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_b46_slow_readers_cost_a_source_a_chunk_each(serve: Serve) -> None:
+    """Also where it gathers: the answer to each reader is 64 MiB, and never lies in memory as a whole."""
+    allocation = torch.ones((2, 1 << 13, 1 << 13), dtype=torch.uint8)
+    served = serve(Shells.from_tensors({"t": allocation[0].T, "a": allocation[1]}))
+    before = resident_bytes()
+    with contextlib.ExitStack() as stack:
+        for name in ("t", "a") * 4:
+            address = (served.server.address.host, served.server.address.port)
+            connection = stack.enter_context(socket.create_connection(address, PATIENCE_S))
+            connection.sendall(f"GET /v1/tensors/{name} HTTP/1.1\r\n\r\n".encode())
+            assert len(stack.enter_context(connection.makefile("rb")).read(1 << 20)) == 1 << 20
+        assert served.source.active_readers == 8
+        assert resident_bytes() - before < 1 << 26
+    assert drained(served.source)
 
 
 def test_connection_without_a_request_is_closed(serve: Serve, model: Model) -> None:

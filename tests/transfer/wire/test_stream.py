@@ -252,6 +252,25 @@ def test_connection_is_used_again(answering: Answering, reading: MakeReader) -> 
     assert server.connections == 1
 
 
+def test_bytes_behind_the_answer_are_never_taken_for_the_next_one(
+    answering: Answering, reading: MakeReader, model: Model
+) -> None:
+    """What a cache or a smuggler puts behind an answer is another answer at best, to another question."""
+    stale = model.shells.manifest.digest.encode()
+    reader = reading(answering(lambda answer: answer.text() + answer.text() + stale, lambda a: a.text()).url)
+    reader.fetch()
+    assert reader.memory == model.memory
+    reader.target.fill(POISON)
+    reader.segments = reader.segments[1:]
+    try:
+        reader.fetch()
+        assert reader.memory[16:] == model.memory[16:]
+    except SourceError:
+        assert set(reader.memory) == {POISON}
+    reader.fetch()
+    assert reader.memory[16:] == model.memory[16:]
+
+
 def test_connection_that_the_server_closed_in_between_is_an_error_and_the_next_one_works(
     answering: Answering, reading: MakeReader
 ) -> None:
