@@ -61,7 +61,9 @@ class TopologyBody(_Request):
 class RankClaimBody(_Request):
     rank: Whole
     generation: Whole
-    url: Annotated[str, Field(max_length=2048)] | None = Field(description="null: takes, and does not serve yet")
+    url: Annotated[str, Field(max_length=2048)] | None = Field(
+        default=None, description="null: takes, and does not serve yet"
+    )
 
 
 class RegisterBody(_Request):

@@ -16,12 +16,14 @@ from dataclasses import dataclass, field, replace
 
 from weightwire.transfer.checkpoint import Checkpoint
 from weightwire.transfer.control import Control
-from weightwire.transfer.errors import IntegrityError
+from weightwire.transfer.errors import IntegrityError, ManifestMismatchError
+from weightwire.transfer.integrity import checksum, digest_text
 from weightwire.transfer.manifest import CheckpointSpec, Manifest, TensorEntry
 from weightwire.transfer.planning import (
     Plan,
     check_servable,
     check_specs,
+    disagreement,
     entangled,
     filled_region,
     missing_tensors,
@@ -37,6 +39,9 @@ logger = logging.getLogger(__name__)
 
 # One read of the disk; short enough that a cancelled transfer stops at once.
 _DISK_STEP_BYTES = 8 << 20
+# How much is compared before sources and disk are mixed: a sample of tensors of all sizes.
+_SAMPLES = 8
+_SAMPLE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +73,9 @@ class FillResult:
     """How a rank was filled. Every element has one origin, and every digest that exists was compared.
 
     Attributes:
+        seconds: Of the whole.
+        seconds_peer: While sources were read.
+        seconds_disk: While the disk was read.
         tensors: Number of runtime tensors by way; one with any piece from disk counts as `disk`.
         bytes_peer: Shell bytes that came from sources.
         bytes_disk: Shell bytes that came from disk.
@@ -75,6 +83,8 @@ class FillResult:
     """
 
     seconds: float
+    seconds_peer: float
+    seconds_disk: float
     tensors: Mapping[str, int]
     bytes_peer: int
     bytes_disk: int
@@ -121,6 +131,8 @@ class _Filling:
         self._lock = threading.Lock()
         self._progress = RankProgress(bytes_total=_needed_bytes(self._target))
         self._from_disk: set[Region] = set()
+        self._refused: list[SourceFailure] = []
+        self._endpoints: Sequence[Endpoint] = ()
         self._on_disk: Set[str] = origins.checkpoint.entries.keys() if origins.checkpoint else frozenset()
 
     def run(self, options: PullOptions | None) -> FillResult:
@@ -128,16 +140,68 @@ class _Filling:
         checkpoint = self._origins.checkpoint
         if checkpoint is not None:
             check_specs(self._target, _specs(checkpoint))
-        with Puller(self._shells, self._origins.endpoints, self._origins.manifests, options) as puller:
+        with Puller(self._shells, self._agreeing(), self._origins.manifests, options) as puller:
             plan = self._plan(puller)
             check_servable(plan, self._on_disk)
+            self._check_disk_agrees(plan)
             self._report(state=TransferState.RECEIVING)
+            asked = time.monotonic()
             left = self._pull(puller)
+        pulled = time.monotonic()
         self._read_disk(left, puller)
+        read = time.monotonic()
         self._report(state=TransferState.VERIFYING)
         self._verify(puller)
         self._report(state=TransferState.READY)
-        return self._result(plan, puller, time.monotonic() - began)
+        return self._result(plan, puller, seconds=(time.monotonic() - began, pulled - asked, read - pulled))
+
+    def _agreeing(self) -> list[Endpoint]:
+        """The sources that hold the same values as the preferred one, wherever both hold a tensor."""
+        accepted: dict[str, Manifest] = {}
+        agreeing: list[Endpoint] = []
+        for endpoint in self._origins.endpoints:
+            manifest = self._origins.manifests[endpoint.manifest]
+            name = None if endpoint.manifest in accepted else disagreement(manifest, accepted.values())
+            if name is None:
+                accepted[endpoint.manifest] = manifest
+                agreeing.append(endpoint)
+                continue
+            detail = f"{endpoint}: tensor {name!r} has another value than on the sources that are preferred"
+            logger.warning("not taken: %s", detail)
+            self._refused.append(
+                SourceFailure(
+                    instance_id=endpoint.instance_id, rank=endpoint.rank, code=ManifestMismatchError.code, detail=detail
+                )
+            )
+        self._endpoints = agreeing
+        return agreeing
+
+    def _check_disk_agrees(self, plan: Plan) -> None:
+        """Before sources and disk are mixed, compare some tensors that both have: they may be two trainings.
+
+        Raises:
+            IntegrityError: If one differs.
+        """
+        checkpoint = self._origins.checkpoint
+        if checkpoint is None or not plan.nbytes("disk") or not any(plan.copies):
+            return
+        both = [tensor for tensor in self._target.tensors if tensor.name in self._on_disk and self._promise(tensor)]
+        budget = _SAMPLE_BYTES
+        for tensor in sorted(both, key=lambda tensor: -tensor.nbytes)[:: max(1, len(both) // _SAMPLES)]:
+            if tensor.nbytes > budget:
+                continue
+            budget -= tensor.nbytes
+            self._control.check()
+            held = self._promise(tensor)
+            assert held is not None
+            raw = memoryview(bytearray(tensor.nbytes))
+            checkpoint.read_into(tensor.name, 0, tensor.nbytes, raw)
+            if digest_text(checksum([raw])) != held.by_name[tensor.name].digest:
+                raise IntegrityError(
+                    f"tensor {tensor.name!r}: the checkpoint on disk has another value than the sources; they are "
+                    "two trainings of one model, and would be mixed",
+                    tensor=tensor.name,
+                )
 
     def _plan(self, puller: Puller) -> Plan:
         """What is still to be done with the sources that are left."""
@@ -165,7 +229,7 @@ class _Filling:
         missing = [name for name in names if name not in self._on_disk]
         if missing:
             error = missing_tensors(missing)
-            lost = "; ".join(f"{failure.code}: {failure.detail}" for failure in puller.failures)
+            lost = "; ".join(f"{failure.code}: {failure.detail}" for failure in (*self._refused, *puller.failures))
             raise type(error)(f"{error}" + (f"; sources lost: {lost}" if lost else ""), **error.facts)
         for name in names:
             assert checkpoint is not None
@@ -232,7 +296,7 @@ class _Filling:
 
     def _promise(self, tensor: TensorEntry) -> Manifest | None:
         """The manifest whose digest this tensor has to have, if a source published one."""
-        for endpoint in self._origins.endpoints:
+        for endpoint in self._endpoints:
             manifest = self._origins.manifests[endpoint.manifest]
             if tensor.name in manifest.by_name and manifest.by_name[tensor.name].digest:
                 return manifest
@@ -256,13 +320,15 @@ class _Filling:
                 tensor=tensor.name,
             )
 
-    def _result(self, plan: Plan, puller: Puller, seconds: float) -> FillResult:
+    def _result(self, plan: Plan, puller: Puller, *, seconds: tuple[float, float, float]) -> FillResult:
         regions = (self._target.flat_region(tensor) for tensor in self._target.tensors)
         ways = Counter(
             "disk" if region in self._from_disk else way.way for region, way in zip(regions, plan.ways, strict=True)
         )
         return FillResult(
-            seconds=seconds,
+            seconds=seconds[0],
+            seconds_peer=seconds[1],
+            seconds_disk=seconds[2],
             tensors={way: ways[way] for way in ("identical", "reshard", "disk", "constant")},
             bytes_peer=puller.coverage.bytes_by_source.total(),
             bytes_disk=self._progress.bytes_disk,
@@ -270,7 +336,7 @@ class _Filling:
                 SourceBytes(instance_id=instance_id, rank=rank, nbytes=nbytes)
                 for (instance_id, rank), nbytes in puller.coverage.bytes_by_source.items()
             ),
-            failures=tuple(puller.failures),
+            failures=(*self._refused, *puller.failures),
         )
 
     def _count_peer(self, nbytes: int) -> None:

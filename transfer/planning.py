@@ -144,6 +144,22 @@ def check_agreement(target: Manifest, others: Iterable[Manifest]) -> None:
         raise mismatch(conflicts)
 
 
+def disagreement(manifest: Manifest, others: Iterable[Manifest]) -> str | None:
+    """Name of a tensor whose digest differs from that in one of the `others`, if there is one.
+
+    A revision names a model's definition, not its values: two trainings of one model may go by one name.
+    """
+    for other in others:
+        for tensor in manifest.tensors:
+            held = other.by_name.get(tensor.name)
+            # Another dtype or shape is no other training, but another model: `check_agreement` refuses that.
+            if held is None or (held.dtype, held.shape) != (tensor.dtype, tensor.shape):
+                continue
+            if held.digest and tensor.digest and held.digest != tensor.digest:
+                return tensor.name
+    return None
+
+
 def check_specs(target: Manifest, specs: Mapping[str, CheckpointSpec]) -> None:
     """Check the target's tensors against the checkpoint on disk, where both know a name.
 

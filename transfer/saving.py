@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from weightwire.transfer.checkpoint import WritableTensor, write_safetensors
 from weightwire.transfer.dtypes import dtype_named
-from weightwire.transfer.errors import CheckpointError
+from weightwire.transfer.errors import CheckpointError, SettingsError
 from weightwire.transfer.export import exported_tensors
 from weightwire.transfer.manifest import TensorEntry
 from weightwire.transfer.shells import Shells
@@ -46,6 +47,21 @@ def save_rank(shells: Shells, folder: Path, on_bytes: Callable[[int], None] = la
     path = folder / f"rank-{shells.manifest.rank}.safetensors"
     write_safetensors(path, list(writable), aliases)
     return path
+
+
+def check_destination(folder: Path, *, checkpoint: Path | None = None) -> None:
+    """Check, before anything is loaded, that `save_rank` can write there, and spoils no checkpoint by it.
+
+    Raises:
+        SettingsError: If it is no folder, cannot be made or written, or is the checkpoint's own.
+    """
+    if checkpoint is not None:
+        own = checkpoint.parent if checkpoint.is_file() else checkpoint
+        if folder.resolve() == own.resolve():
+            raise SettingsError(f"folder {folder}: is the checkpoint's own, a second file of weights would spoil it")
+    nearest = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise SettingsError(f"folder {folder}: {nearest} is no folder that this process may write to")
 
 
 def _pieces(shells: Shells, tensor: TensorEntry, on_bytes: Callable[[int], None]) -> Callable[[], Iterator[memoryview]]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
 from weightwire.service.cli import flags
@@ -88,6 +89,8 @@ class _Figures:
 
 
 def _measure(endpoint: Endpoint, manifest: Manifest, *, pid: int, streams: int, control: Control) -> _Figures:
+    # The threads that fill memory go on spinning for a while, on the cores that are measured.
+    torch.set_num_threads(1)
     shells = Shells.allocate(manifest)
     shells.fill(_PAGE_TOUCH)
     plan = plan_pull(shells.manifest, [manifest])

@@ -17,7 +17,7 @@ from weightwire.transfer.control import Control
 from weightwire.transfer.errors import TransferError
 from weightwire.transfer.filling import FillResult
 from weightwire.transfer.loading import identity_of, load_checkpoint
-from weightwire.transfer.saving import save_rank
+from weightwire.transfer.saving import check_destination, save_rank
 
 
 def load(
@@ -39,6 +39,8 @@ def load(
     began = time.monotonic()
     control = Control(deadline_s=deadline_s)
     try:
+        if save is not None:
+            check_destination(save, checkpoint=checkpoint_dir)
         with Checkpoint.open(checkpoint_dir) as checkpoint, on_signal(lambda: control.cancel("stopped by a signal")):
             identity = identity_of(checkpoint, model=str(checkpoint_dir))
             with progress_bar("loading", enabled=not json) as moved:

@@ -12,7 +12,7 @@ from rich.markup import escape
 from typer.exceptions import TyperException
 
 from weightwire.service.cli import bench, inspect_commands, load, plan, pull, serve, source
-from weightwire.service.cli.exit_codes import DONE, WRONG_USAGE
+from weightwire.service.cli.exit_codes import DONE, FAILED, WRONG_USAGE
 from weightwire.service.cli.output import fail, print_json, stderr
 from weightwire.service.settings import check_environment
 from weightwire.transfer.errors import CancelledError, TransferError
@@ -78,4 +78,8 @@ def run(arguments: list[str]) -> int:
         return fail(CancelledError("cancelled from the keyboard"), as_json=as_json)
     except TransferError as error:
         return fail(error, as_json=as_json)
+    except OSError as error:
+        # Such as a full disk behind stdout: nothing of ours, and nothing that a traceback would explain.
+        stderr.print(f"[bold red]error[/] {escape(str(error))}", highlight=False)
+        return FAILED
     return result if isinstance(result, int) else DONE

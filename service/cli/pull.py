@@ -24,7 +24,7 @@ from weightwire.transfer.control import Control
 from weightwire.transfer.errors import CancelledError, TransferError
 from weightwire.transfer.manifest import Manifest
 from weightwire.transfer.planning import Plan
-from weightwire.transfer.saving import save_rank
+from weightwire.transfer.saving import check_destination, save_rank
 from weightwire.transfer.session import RankProgress
 from weightwire.transfer.wire.puller import PullOptions
 
@@ -79,6 +79,8 @@ def pull(
     )
     run = _Run(control=Control(deadline_s=deadline_s), as_json=json)
     try:
+        if save is not None:
+            check_destination(save, checkpoint=checkpoint)
         with contextlib.ExitStack() as stack:
             server = stack.enter_context(plane.open()) if serve else None
             client = stack.enter_context(connection.client())

@@ -40,15 +40,18 @@ def result_table(pulled: Pulled) -> Group:
     table.add_column("bytes", justify="right")
     table.add_column("rate", justify="right")
     peers = sum(result.tensors[way] for way in ("identical", "reshard"))
-    rows = [("peers", peers, result.bytes_peer), ("disk", result.tensors["disk"], result.bytes_disk)]
-    for name, tensors, nbytes in rows:
-        table.add_row(name, str(tensors), human_bytes(nbytes), "")
+    disk = result.tensors["disk"]
+    table.add_row("peers", str(peers), human_bytes(result.bytes_peer), _rate(result.bytes_peer, result.seconds_peer))
+    table.add_row("disk", str(disk), human_bytes(result.bytes_disk), _rate(result.bytes_disk, result.seconds_disk))
     total = result.bytes_peer + result.bytes_disk
-    rate = f"{human_bytes(total / result.seconds)}/s" if result.seconds else ""
     table.add_section()
-    table.add_row("all", str(peers + result.tensors["disk"]), human_bytes(total), rate)
+    table.add_row("all", str(peers + disk), human_bytes(total), _rate(total, result.seconds))
     lost = [Text(f"gave up {failure.instance_id}: {failure.code}") for failure in result.failures]
     return Group(_titled(f"ready: {pulled.shells.manifest.model}, every byte verified", table), *lost)
+
+
+def _rate(nbytes: int, seconds: float) -> str:
+    return f"{human_bytes(nbytes / seconds)}/s" if nbytes and seconds > 0 else ""
 
 
 def rows_table(title: str, headings: list[str], rows: list[list[str]]) -> Group:

@@ -64,16 +64,18 @@ def source(
     control = Control(deadline_s=_LOAD_DEADLINE_S)
     with Checkpoint.open(checkpoint_dir) as checkpoint, connection.client() as client, plane.open() as server:
         identity = identity_of(checkpoint, model=model, revision=revision)
-        with progress_bar("loading", enabled=not json) as moved:
-            shells, loaded = load_checkpoint(
-                checkpoint, identity, control=control, exclude=exclude or (), on_progress=moved
-            )
-        with byte_bar("hashing", total=shells.manifest.total_bytes, enabled=not json) as hashed:
-            manifest = shells.seal(hashed)
-        binding = plane.binding(server)
-        membership = Membership(client, binding, model=model, revision=identity.revision, source=server.source)
-        server.source.publish(shells, weight_version=weight_version)
+        membership = Membership(
+            client, plane.binding(server), model=model, revision=identity.revision, source=server.source
+        )
+        # First, so that a name or address that the service does not take is told before anything is loaded.
         with membership:
+            with progress_bar("loading", enabled=not json) as moved:
+                shells, loaded = load_checkpoint(
+                    checkpoint, identity, control=control, exclude=exclude or (), on_progress=moved
+                )
+            with byte_bar("hashing", total=shells.manifest.total_bytes, enabled=not json) as hashed:
+                manifest = shells.seal(hashed)
+            server.source.publish(shells, weight_version=weight_version)
             membership.publish(manifest, weight_version=weight_version)
             what = (
                 f"{len(manifest.tensors)} tensors, {human_bytes(manifest.total_bytes)} of [bold]{escape(model)}[/] "

@@ -81,8 +81,6 @@ def test_picture_is_readable_on_both_backgrounds() -> None:
 
 def test_pages_name_no_machine_and_no_workplace() -> None:
     found = {
-        path.name: match[0]
-        for path in PAGES
-        if (match := re.search(r"/work/|/tmp/|/root/|/home/\w+/|shared/", path.read_text()))
+        path.name: match[0] for path in PAGES if (match := re.search(r"/(?:home/\w+|root|tmp|work)/", path.read_text()))
     }
     assert found == {}

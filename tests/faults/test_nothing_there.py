@@ -180,11 +180,12 @@ def test_command_b44_takes_no_page_for_an_answer_of_the_service(
         assert "gateway" not in outcome.log + "".join(outcome.lines)
 
 
-def test_pull_fails_when_it_cannot_save(served: Lab, small: Model, tmp_path: Path) -> None:
-    served.ready_source(small.folder)
+def test_pull_fails_at_once_when_it_could_not_save(served: Lab, proxy: Proxy, small: Model, tmp_path: Path) -> None:
+    served.ready_source(small.folder, *proxy.flags)
     (tmp_path / "out").write_text("not a folder")
     outcome = served.pull("--save", tmp_path / "out").finish()
-    assert outcome.check(1)["state"] == "failed"
+    assert outcome.check(2)["transfer_id"] is None
+    assert outcome.error["code"] == "settings_invalid"
     assert str(tmp_path / "out") in str(outcome.error["detail"])
 
 

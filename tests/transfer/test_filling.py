@@ -127,7 +127,9 @@ def test_b60_peers_and_disk_add_up_to_the_whole(serve: Serve, on_disk: MakeCheck
     assert contents(shells) == content(ABC)
     assert result.tensors == {"identical": 1, "reshard": 1, "disk": 1, "constant": 0}
     assert {given.instance_id: given.nbytes for given in result.sources} == {"x": 128, "y": 100}
-    assert (result.bytes_peer, result.bytes_disk, disk.bytes_read) == (228, 12, 12)
+    assert (result.bytes_peer, result.bytes_disk) == (228, 12)
+    # Beside the 12 bytes, what is compared before peers and disk are mixed: here all that both hold.
+    assert disk.bytes_read == 12 + 228
     assert seen[-1] == RankProgress(state=TransferState.READY, bytes_total=240, bytes_peer=228, bytes_disk=12)
     assert [p.state for p in seen] == sorted((p.state for p in seen), key=list(TransferState).index)
     for before, after in pairwise(seen):
@@ -335,6 +337,39 @@ def test_disk_that_differs_from_what_a_source_promised_is_found_out(
     assert caught.value.facts["tensor"] == "c"
 
 
+OTHER = {name: tensor + 1 for name, tensor in ABC.items()}
+
+
+def without(tensors: Tensors, *names: str) -> Tensors:
+    return {name: tensor for name, tensor in tensors.items() if name not in names}
+
+
+def test_two_trainings_of_one_revision_are_not_mixed(serve: Serve) -> None:
+    """What the preferred source lacks does not come from one that contradicts it elsewhere."""
+    shells = poisoned(ABC)
+    held = [source(serve, without(ABC, "c"), "first"), source(serve, without(OTHER, "b"), "second")]
+    error = refuses(shells, origins(*held), CoverageError)
+    assert error.facts["missing"] == ["c"]
+
+
+def test_source_of_another_training_is_passed_over_with_the_reason(serve: Serve, on_disk: MakeCheckpoint) -> None:
+    shells = poisoned(ABC)
+    held = [source(serve, without(ABC, "c"), "first"), source(serve, without(OTHER, "b"), "second")]
+    result = run(shells, origins(*held, disk=on_disk(ABC)))
+    assert contents(shells) == content(ABC)
+    assert [given.instance_id for given in result.sources] == ["first"]
+    assert [(lost.instance_id, lost.code) for lost in result.failures] == [("second", "manifest_mismatch")]
+    assert "'a'" in result.failures[0].detail
+
+
+def test_disk_of_another_training_is_found_out_before_it_is_mixed_in(serve: Serve, on_disk: MakeCheckpoint) -> None:
+    """The source promises nothing of `c`; that the disk's `c` is another model's shows in what both hold."""
+    shells = poisoned(ABC)
+    where = origins(source(serve, without(ABC, "c")), disk=on_disk(OTHER))
+    error = refuses(shells, where, IntegrityError)
+    assert "two trainings of one model" in str(error)
+
+
 def test_tensors_that_interleave_are_compared_whatever_came_last(serve: Serve) -> None:
     """Two tensors of the target share some bytes, and the source holds them apart, and different."""
     held = {"a": torch.arange(5, dtype=torch.int32), "b": torch.arange(10, 14, dtype=torch.int32)}
@@ -380,6 +415,14 @@ def test_b16_tied_head_that_the_checkpoint_lacks_is_the_embedding(
         assert result.bytes_peer + result.bytes_disk == 8
         assert sum(result.tensors.values()) == 2
         assert max(result.tensors.values()) == 2
+
+
+def test_tie_that_only_the_source_has_is_read_once_for_each_name(serve: Serve) -> None:
+    weight = torch.tensor([[1.0], [2.0]])
+    endpoint = source(serve, {"embed": weight, "head": weight})
+    shells = poisoned({"embed": torch.empty(2, 1), "head": torch.empty(2, 1)})
+    assert run(shells, origins(endpoint)).bytes_peer == 16
+    assert set(contents(shells).values()) == {bits(weight)}
 
 
 def test_b16_tied_head_that_the_checkpoint_repeats_loads(on_disk: MakeCheckpoint) -> None:

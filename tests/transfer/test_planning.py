@@ -369,6 +369,15 @@ def test_missing_tensors_are_all_in_the_facts_and_some_in_the_words() -> None:
     assert "'t19' and 5 more" in str(error)
 
 
+def test_words_name_everything_as_long_as_it_is_little() -> None:
+    assert str(missing_tensors([f"t{number}" for number in range(20)])).endswith("'t19'")
+    names = [f"layer.{number}" for number in range(5)]
+    with pytest.raises(ManifestMismatchError, match=r"'layer\.4': shape is \[3\] on the source, \[2\] on the target$"):
+        check_agreement(
+            entries(**dict.fromkeys(names, ("int8", (2,)))), [entries(**dict.fromkeys(names, ("int8", (3,))))]
+        )
+
+
 @given(st.lists(st.integers(1, 4), max_size=3), st.integers(0, 5))
 def test_filled_region_is_what_a_region_covers(shape: list[int], offset: int) -> None:
     region = Region(offset=offset, shape=tuple(shape), strides=tuple(5**n for n in range(len(shape))))

@@ -162,6 +162,13 @@ def test_seal_hashes_each_chunk_of_the_flat_space(chunk_bytes: int) -> None:
     assert shells.seal() == sealed
 
 
+def test_seal_tells_what_it_has_hashed() -> None:
+    told: list[int] = []
+    shells = Shells.from_tensors({"a": filled("uint8", (20,)), "b": filled("uint8", (3,))}, chunk_bytes=8)
+    shells.seal(told.append)
+    assert told == [8, 8, 4, 3]
+
+
 def test_seal_of_nothing_is_a_manifest_without_digests() -> None:
     sealed = Shells.from_tensors({"none": torch.empty(0, dtype=torch.int32)}).seal()
     assert sealed.chunk_digests == b""

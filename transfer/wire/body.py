@@ -10,6 +10,9 @@ from typing import Protocol, cast
 from weightwire.transfer.errors import SourceStalledError, SourceUnreachableError
 from weightwire.transfer.wire.sockets import timeval
 
+# How often a silent source is looked at before it counts as stalled.
+_LOOKS = 4
+
 
 class Body(Protocol):
     """Reads a body in order. Every call fills all of its buffers, or raises."""
@@ -64,7 +67,8 @@ class SocketBody:
         self._left = cast(int, response.length)
         # What the header's reader took too much.
         self._ahead = memoryview(response.fp.read(min(len(response.fp.peek()), self._left)))
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval(stall_s))
+        # A wait that ends with a few bytes does not tell when they came, so the kernel wakes us more often than that.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval(stall_s / _LOOKS))
         sock.settimeout(None)
 
     def read(self, *buffers: memoryview) -> None:
@@ -73,11 +77,16 @@ class SocketBody:
             raise _ended_early(self._left, wanted)
         self._left -= wanted
         rest = [left for buffer in buffers if len(left := self._take_ahead(buffer))]
+        silent = 0
         while rest:
             try:
                 got = self._sock.recvmsg_into(rest, 0, socket.MSG_WAITALL)[0]
             except BlockingIOError as error:
-                raise SourceStalledError(f"no byte for {self._stall_s:g} s") from error
+                silent += 1
+                if silent == _LOOKS:
+                    raise SourceStalledError(f"no byte for {self._stall_s:g} s") from error
+                continue
+            silent = 0
             if not got:
                 raise _ended_early(wanted - sum(map(len, rest)), wanted)
             while rest and got >= len(rest[0]):

@@ -97,6 +97,41 @@ def test_whole_chunk_travels_alone_under_its_number_and_nothing_else_has_one(
             assert (region.offset + begin, region.offset + end) == (bounds[frame.chunk], bounds[frame.chunk + 1])
 
 
+def cut_by_the_rule(manifest: Manifest, regions: list[Region]) -> list[int]:
+    """Lengths of the frames as docs/protocol.md, "How frames are cut", has them."""
+    bounds, limit = set(manifest.chunk_bounds), manifest.chunk_bytes
+    pieces: list[tuple[int, bool]] = []
+    for region in regions:
+        begin = 0
+        while begin < region.numel:
+            if region.is_contiguous:
+                end = next(
+                    at
+                    for at in range(begin + 1, region.numel + 1)
+                    if at == region.numel or region.offset + at in bounds
+                )
+                whole = {region.offset + begin, region.offset + end} <= bounds
+            else:
+                end, whole = min(begin + limit, region.numel), False
+            pieces.append((end - begin, whole))
+            begin = end
+    lengths: list[int] = []
+    joinable = False
+    for length, whole in pieces:
+        if joinable and not whole and lengths[-1] + length <= limit:
+            lengths[-1] += length
+        else:
+            lengths.append(length)
+        joinable = not whole
+    return lengths
+
+
+@given(flat_spaces())
+def test_frames_are_cut_by_the_rule_of_the_protocol(space: tuple[Shells, list[Region]]) -> None:
+    shells, regions = space
+    assert [frame.nbytes for frame in cut_frames(shells.manifest, regions)] == cut_by_the_rule(shells.manifest, regions)
+
+
 @given(flat_spaces())
 def test_frames_do_not_depend_on_how_a_region_is_written(space: tuple[Shells, list[Region]]) -> None:
     """The reader cuts what it asked for, the source what it understood."""
@@ -164,6 +199,15 @@ def test_request_for_more_than_there_is_is_refused(regions: list[Region]) -> Non
     )
     with pytest.raises(RegionError, match="of a flat space of 20"):
         check_extent(SPACE, request)
+
+
+def test_request_for_what_the_source_ties_may_ask_for_it_twice() -> None:
+    weight = torch.zeros(5)
+    manifest = Shells.from_tensors({"embed": weight, "head": weight}).manifest
+    twice = json.dumps(FIELDS | {"regions": [[0, 20], [0, 20]]}).encode()
+    check_extent(manifest, ReadRequest.from_bytes(twice))
+    with pytest.raises(RegionError, match="asks for 41 bytes of a flat space of 20"):
+        check_extent(manifest, ReadRequest.from_bytes(twice.replace(b"]]", b"], [0, 1]]")))
 
 
 def test_request_for_all_there_is_is_taken() -> None:

@@ -341,6 +341,28 @@ def test_strided_target_is_counted_once_although_its_source_died(serve: Serve, a
     assert {name: bits(t) for name, t in target.tensors()} == {name: bits(t) for name, t in held.shells.tensors()}
 
 
+def test_strided_target_that_one_source_began_is_finished_whole_by_the_next(serve: Serve, answering: Answering) -> None:
+    """Within one pull: the second source has another manifest, and so a plan of its own."""
+    tensors = {"a": filled("int16", (10, 10)), "b": filled("uint8", (40,))}
+    first, second = model_of(tensors), model_of(tensors | {"c": filled("uint8", (3,), seed=1)})
+    target = Shells.from_tensors({"a": filled("int16", (10, 12))[:, 1:11], "b": filled("uint8", (40,))})
+    dying = answering(cut(4), lambda _: Closed(b""), of=first)
+    endpoints = [endpoint(first, dying, "x"), serve(second.shells, instance_id="y").endpoint()]
+    pull = Pull(endpoints, [first, second], target=target, streams=1).run()
+    assert pull.codes == {"x": "source_unreachable"}
+    assert sum(pull.given.values()) == pull.puller.coverage.target.total == 240
+    assert {name: bits(t) for name, t in target.tensors()} == {name: bits(t) for name, t in tensors.items()}
+
+
+def test_progress_is_told_in_steps_that_add_up(serve: Serve) -> None:
+    large = model_of({"a": torch.ones(20 << 20, dtype=torch.uint8)}, chunk_bytes=1 << 20)
+    pull = Pull([serve(large.shells).endpoint()], [large]).run()
+    assert sum(pull.told) == 20 << 20
+    assert len(pull.told) > 2
+    assert all(pull.told)
+    assert pull.target.seal() == large.manifest
+
+
 # Stopping
 
 

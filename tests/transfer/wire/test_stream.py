@@ -12,6 +12,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -589,6 +590,33 @@ def test_source_that_falls_silent_is_stalled(answering: Answering, reading: Make
     reader = reading(answering(SILENT[where]).url, timeouts=SHORT)
     with pytest.raises(SourceStalledError, match=r"no byte for 0\.3 s"):
         reader.fetch()
+
+
+@pytest.mark.parametrize("where", ["before its head", "within its head", "within a frame"])
+def test_source_that_falls_silent_on_a_connection_used_before_is_stalled(
+    answering: Answering, reading: MakeReader, where: str
+) -> None:
+    reader = reading(answering(lambda answer: answer.text(), SILENT[where]).url, timeouts=SHORT)
+    reader.fetch()
+    with pytest.raises(SourceStalledError):
+        reader.fetch()
+
+
+def test_source_that_is_slow_but_never_silent_is_waited_for(fake: MakeFake, reading: MakeReader, model: Model) -> None:
+    """A frame may take longer than a silence may last."""
+
+    def answer(connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        raw = answer_to(read_request(connection)[1], model.shells).text()
+        cuts = [0, *(len(raw) - left for left in (60, 50, 41, 35, 30, 21, 12, 5)), len(raw)]
+        for begin, end in pairwise(cuts):
+            connection.sendall(raw[begin:end])
+            server.over.wait(0.2)
+
+    server = fake(answer)
+    reader = reading(server.url, timeouts=Timeouts(connect_s=PATIENCE_S, stall_s=1.5))
+    reader.fetch()
+    assert reader.memory == model.memory
 
 
 def test_nobody_there_is_unreachable(reading: MakeReader) -> None:
