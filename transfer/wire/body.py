@@ -76,7 +76,9 @@ class SocketBody:
         if wanted > self._left:
             raise _ended_early(self._left, wanted)
         self._left -= wanted
-        rest = [left for buffer in buffers if len(left := self._take_ahead(buffer))]
+        rest = list(buffers)
+        if self._ahead:
+            rest = [left for buffer in buffers if len(left := self._take_ahead(buffer))]
         silent = 0
         while rest:
             try:

@@ -359,7 +359,8 @@ class SourceRoutes(BaseHTTPRequestHandler):
                 self.connection.sendall(view)
             return
         # The kernel takes all of it in one call, and its own clock (SO_SNDTIMEO) ends the wait.
-        self.connection.settimeout(None)
+        if self.connection.gettimeout() is not None:
+            self.connection.settimeout(None)
         while views:
             sent = self.connection.sendmsg(views[:_MAX_IOVECS])
             taken = 0

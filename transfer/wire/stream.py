@@ -36,6 +36,7 @@ from weightwire.transfer.wire.ledger import Segment
 from weightwire.transfer.wire.sockets import tune
 
 _MAX_ERROR_BODY_BYTES = 1 << 16
+_PREPARED_FRAMES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,19 +158,60 @@ class SourceStream:
         self.connect()
         with self._as_source_errors():
             body = self._ask(segments)
-            places = Places(segments)
-            frames = list(framing.cut_frames(self.manifest, _merged(segments)))
-            tail = memoryview(bytearray(framing.FRAME_OVERHEAD_BYTES))
-            body.read(tail[framing.TRAILER.size :])
-            for number, frame in enumerate(frames, start=1):
-                self._check_header(body, tail[framing.TRAILER.size :], frame.nbytes)
-                # The next frame's header comes along with this one's trailer.
-                if number == len(frames):
-                    tail = tail[: framing.TRAILER.size]
-                self._receive(body, frame, (places.take(frame.nbytes), shells), tail)
-                yield frame
+            first = memoryview(bytearray(framing.HEADER.size))
+            body.read(first)
+            header: memoryview | None = first
+            for receipt in self._receipts(segments, shells):
+                if header is not None:
+                    self._check_header(body, header, receipt.frame.nbytes)
+                body.read(receipt.payload, receipt.tail)
+                actual = xxhash.xxh3_64_intdigest(receipt.payload)
+                if receipt.tail == receipt.expected and actual == receipt.origin:
+                    header = None
+                else:
+                    header = self._judge(body, receipt, actual)
+                taken = 0
+                for place in receipt.scattered:
+                    shells.scatter(receipt.payload[taken : taken + place.nbytes], place.target, place.begin)
+                    taken += place.nbytes
+                yield receipt.frame
             if not body.finish():
                 raise ProtocolError("the body goes on after its last frame")
+
+    def _receipts(self, segments: Sequence[Segment], shells: Shells) -> Iterator[_Receipt]:
+        """Where each frame is to be read to, and what has to follow it.
+
+        Prepared for some frames at a time: between two chunks every step misses the cache.
+        """
+        places = Places(segments)
+        frames = list(framing.cut_frames(self.manifest, _merged(segments)))
+        tail = memoryview(bytearray(framing.FRAME_OVERHEAD_BYTES))
+        for begin in range(0, len(frames), _PREPARED_FRAMES):
+            batch = frames[begin : begin + _PREPARED_FRAMES]
+            following = [*frames[begin + 1 : begin + 1 + len(batch)], None]
+            yield from [
+                self._receipt(frame, after, tail, (places.take(frame.nbytes), shells))
+                for frame, after in zip(batch, following, strict=False)
+            ]
+
+    def _receipt(
+        self,
+        frame: framing.Frame,
+        after: framing.Frame | None,
+        tail: memoryview,
+        destination: tuple[list[Place], Shells],
+    ) -> _Receipt:
+        places, shells = destination
+        views = shells.views(*places[0].flat) if len(places) == 1 and places[0].is_contiguous else []
+        direct = len(views) == 1
+        payload = views[0] if direct else self._stage(frame.nbytes)
+        tail = tail if after is not None else tail[: framing.TRAILER.size]
+        origin = None if frame.chunk is None else digest_at(self.manifest.chunk_digests, frame.chunk)
+        expected = b"" if origin is None else framing.TRAILER.pack(framing.GOOD, origin)
+        if after is not None:
+            # The next frame's header comes along with this one's trailer.
+            expected += framing.HEADER.pack(framing.DATA, after.nbytes)
+        return _Receipt(frame, payload, tail, expected, origin, [] if direct else places)
 
     def _ask(self, segments: Sequence[Segment]) -> Body:
         """Send the request; an answer that is not the frames that were asked for is an error."""
@@ -214,25 +256,24 @@ class SourceStream:
             return SourceBusyError(str(error), retry_after_s=_retry_after(response))
         return error
 
-    def _receive(
-        self, body: Body, frame: framing.Frame, destination: tuple[list[Place], Shells], tail: memoryview
-    ) -> None:
-        """Read a frame's payload and what follows it into `tail`, verify it, and leave it in the shells."""
-        places, shells = destination
-        views = shells.views(*places[0].flat) if len(places) == 1 and places[0].is_contiguous else []
-        payload = views[0] if len(views) == 1 else self._stage(frame.nbytes)
-        body.read(payload, tail)
-        status, promised = framing.TRAILER.unpack_from(tail)
+    def _judge(self, body: Body, receipt: _Receipt, actual: int) -> memoryview | None:
+        """Look at a frame that is not, to the last byte, what was expected.
+
+        Returns:
+            The header of the next frame, not looked at yet; None behind the last one.
+
+        Raises:
+            ChecksumError: If the payload is not what the trailer, or the manifest, says.
+            TransferError: What a FAIL frame behind a VOID trailer tells.
+            ProtocolError: If it ends in neither way.
+        """
+        status, promised = framing.TRAILER.unpack_from(receipt.tail)
         if status == framing.VOID:
-            self._check_header(body, self._next_header(body, tail), 0)
+            self._check_header(body, self._next_header(body, receipt.tail), 0)
         if status != framing.GOOD:
             raise ProtocolError(f"a frame ends with {status!r}, expected GOOD or VOID")
-        self._check(frame, actual=xxhash.xxh3_64_intdigest(payload), promised=promised)
-        if len(views) != 1:
-            taken = 0
-            for place in places:
-                shells.scatter(payload[taken : taken + place.nbytes], place.target, place.begin)
-                taken += place.nbytes
+        self._check(receipt.frame, actual=actual, promised=promised)
+        return receipt.tail[framing.TRAILER.size :] or None
 
     def _check(self, frame: framing.Frame, *, actual: int, promised: int) -> None:
         if actual != promised:
@@ -312,6 +353,25 @@ class Place(NamedTuple):
     def flat(self) -> tuple[int, int]:
         """The flat interval, where the region is contiguous."""
         return self.target.offset + self.begin, self.target.offset + self.end
+
+
+class _Receipt(NamedTuple):
+    """One frame that is to be received.
+
+    Attributes:
+        payload: Where it is read to: the shell itself, or staging.
+        tail: Where its trailer is read to, and the next frame's header unless it is the last.
+        expected: What `tail` holds if all is well; not the whole of it where `origin` is None.
+        origin: Digest of the payload by the manifest, if it is a whole chunk.
+        scattered: Where a staged payload goes once it is verified.
+    """
+
+    frame: framing.Frame
+    payload: memoryview
+    tail: memoryview
+    expected: bytes
+    origin: int | None
+    scattered: list[Place]
 
 
 class Places:
