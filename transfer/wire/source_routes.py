@@ -206,12 +206,12 @@ class SourceRoutes(BaseHTTPRequestHandler):
         self._check_fence(publication, request)
         framing.check_extent(publication.manifest, request)
         frames = list(framing.cut_frames(publication.manifest, request.regions))
-        payload = sum(frame.nbytes for frame in frames)
+        announced = sum(frame.nbytes + framing.FRAME_OVERHEAD_BYTES for frame in frames)
         self._begin(
             200,
             {
                 "Content-Type": framing.MEDIA_TYPE,
-                "Content-Length": str(payload + len(frames) * framing.FRAME_OVERHEAD_BYTES),
+                "Content-Length": str(announced),
                 "Weightwire-Generation": str(self.source.identity.generation),
                 "Weightwire-Weight-Version": str(publication.weight_version),
                 "Weightwire-Manifest": publication.manifest.digest,
@@ -219,7 +219,7 @@ class SourceRoutes(BaseHTTPRequestHandler):
                 "Weightwire-Request": f"{xxhash.xxh3_64_intdigest(body):016x}",
             },
         )
-        self._send_frames(publication, frames)
+        self._send_frames(publication, frames, left=announced)
 
     def _check_ticket(self, ticket: Ticket, request: ReadRequest) -> None:
         ours = self.source.identity
@@ -251,21 +251,23 @@ class SourceRoutes(BaseHTTPRequestHandler):
                     f"{field} is {actual} here, {asked} was asked for"
                 )
 
-    def _send_frames(self, publication: Publication, frames: Iterable[Frame]) -> None:
+    def _send_frames(self, publication: Publication, frames: Iterable[Frame], *, left: int) -> None:
+        """Send the frames; `left` is what was announced of the body."""
         trailer: list[memoryview] = []
         for frame in frames:
             try:
                 self.source.check_stands(publication)
             except FencedError as error:
-                self._fail(trailer, error)
+                self._fail(trailer, error, left=left)
                 return
             views = [view for part in frame.parts for view in publication.shells.gather(*part)]
             digest = self._digest(publication, frame, views)
             self._send([*trailer, memoryview(framing.HEADER.pack(framing.DATA, frame.nbytes)), *views])
+            left -= sum(map(len, trailer)) + framing.HEADER.size + frame.nbytes
             try:
                 self.source.check_stands(publication)
             except FencedError as error:
-                self._fail([memoryview(framing.TRAILER.pack(framing.VOID, 0))], error)
+                self._fail([memoryview(framing.TRAILER.pack(framing.VOID, 0))], error, left=left)
                 return
             # It goes out with the next frame: a packet of its own for twelve bytes would cost a system call.
             trailer = [memoryview(framing.TRAILER.pack(framing.GOOD, digest))]
@@ -371,11 +373,17 @@ class SourceRoutes(BaseHTTPRequestHandler):
             if sent:
                 views[0] = views[0][sent:]
 
-    def _fail(self, trailer: list[memoryview], error: TransferError) -> None:
-        """End a stream in the middle; the body stays shorter than announced, so the connection ends too."""
+    def _fail(self, trailer: list[memoryview], error: TransferError, *, left: int) -> None:
+        """End a stream in the middle; the body stays shorter than announced, so the connection ends too.
+
+        The reason is left out where it would make the body longer than announced: a reader would not see all of it,
+        and a proxy would take the rest for the next answer.
+        """
         self.close_connection = True
         problem = problem_text(error)
-        self._send([*trailer, memoryview(framing.HEADER.pack(framing.FAIL, len(problem))), memoryview(problem)])
+        reason = [memoryview(framing.HEADER.pack(framing.FAIL, len(problem))), memoryview(problem)]
+        fits = sum(map(len, [*trailer, *reason])) <= left
+        self._send([*trailer, *(reason if fits else [])])
 
     def _send_json(self, value: object) -> None:
         body = json.dumps(value).encode()

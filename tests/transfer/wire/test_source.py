@@ -130,7 +130,7 @@ def test_withdraw_fences_the_readers_that_do_not_finish_in_time(source: Source) 
 
 def test_publication_that_comes_while_the_former_is_withdrawn_stays(source: Source) -> None:
     with source.reading():
-        leaving = threading.Thread(target=source.withdraw, kwargs={"drain_s": PATIENCE_S})
+        leaving = threading.Thread(target=source.withdraw, kwargs={"drain_s": 100 * PATIENCE_S})
         leaving.start()
         wait_until_withdrawn(source)
         source.publish(sealed(seed=1), weight_version=2)

@@ -47,7 +47,7 @@ from weightwire.transfer.shells import Shells
 from weightwire.transfer.tickets import Ticket, issue_ticket
 from weightwire.transfer.wire.framing import MAX_REQUEST_BYTES, ReadRequest
 from weightwire.transfer.wire.ledger import cut_segments
-from weightwire.transfer.wire.source import Access, Source, SourceIdentity, SourceLimits
+from weightwire.transfer.wire.source import Access, Publication, Source, SourceIdentity, SourceLimits
 from weightwire.transfer.wire.source_server import SourceServer
 from weightwire.transfer.wire.stream import SourceStream, Timeouts
 
@@ -647,6 +647,55 @@ def reading(served: Served) -> tuple[SourceStream, Iterator[object]]:
     target = Shells.allocate(served.manifest)
     (copies,) = plan_pull(served.manifest, [served.manifest]).copies
     return stream, stream.fetch(list(cut_segments(served.manifest, copies, num_streams=1)), target)
+
+
+class Fickle(Source):
+    """A source whose weights change at a moment of the test's choosing: when it is asked for the nth time."""
+
+    def __init__(self, moment: int) -> None:
+        super().__init__(SourceIdentity(instance_id="s", generation=GENERATION))
+        self._moment = moment
+
+    def check_stands(self, publication: Publication) -> None:
+        self._moment -= 1
+        if not self._moment:
+            self.withdraw(drain_s=0)
+        super().check_stands(publication)
+
+
+def body_of(connection: http.client.HTTPConnection) -> bytes:
+    """What arrives of the body, as far as it was announced."""
+    response = connection.getresponse()
+    try:
+        return response.read()
+    except http.client.IncompleteRead as error:
+        return error.partial
+
+
+@pytest.mark.parametrize("chunks", [2, 20], ids=["reason does not fit", "reason fits"])
+@pytest.mark.parametrize("moment", [1, 2, 3, 4])
+def test_frame_during_which_the_weights_change_is_taken_back(client: Connect, moment: int, chunks: int) -> None:
+    shells = Shells.from_tensors({"a": filled("uint8", (16 * chunks,))}, chunk_bytes=16)
+    found = Model(shells=shells, manifest=shells.seal())
+    source = Fickle(moment)
+    source.grant_access(Access(ticket_key=KEY))
+    source.publish(shells, weight_version=VERSION)
+    with SourceServer(source) as server:
+        connection = client(Served(server=server, manifest=found.manifest)).connection
+        headers = {"Authorization": granted()}
+        connection.request("POST", "/v1/read", body=request(found, row_major((16 * chunks,))), headers=headers)
+        body, tag, problem = body_of(connection).partition(b"FAIL")
+        assert connection.sock is None or connection.sock.recv(1) == b""
+    first, second = found.memory[:16], found.memory[16:32]
+    sent = [b"", data(first, digest=0, trailer=b"VOID"), data(first)]
+    sent.append(data(first) + data(second, digest=0, trailer=b"VOID"))
+    assert body == sent[moment - 1]
+    if chunks == 20:
+        assert tag == b"FAIL"
+        assert int.from_bytes(problem[:4], "big") == len(problem) - 4
+        assert json.loads(problem[4:])["code"] == "source_fenced"
+    else:
+        assert tag + problem == b""
 
 
 def test_version_that_is_withdrawn_ends_the_stream_with_the_reason(serve: Serve) -> None:
