@@ -9,6 +9,12 @@
     │   ├── CheckpointNotFoundError no weights, or a shard that is not there
     │   ├── CheckpointPathError     an index that leaves its folder
     │   └── HeaderError             a safetensors header that lies
+    ├── LoadError                   a checkpoint and parameter shells that do not go together
+    │   ├── ConfigError             a config.json that describes no model that can be built
+    │   ├── TopologyError           a topology that the model cannot have
+    │   ├── NamesError              checkpoint names that no rule knows
+    │   ├── PlacementError          a tensor that does not fit the place it is meant for
+    │   └── SlotsError              slots that nothing filled, or that were filled twice
     ├── IntegrityError              bytes that are not the promised ones
     │   ├── ChecksumError           one chunk differs from its checksum
     │   └── CoverageError           elements that nothing filled
@@ -105,6 +111,45 @@ class HeaderError(CheckpointError):
     """A safetensors header that is truncated, overlapping, hostile or not JSON."""
 
     code = "checkpoint_header_invalid"
+
+
+class LoadError(TransferError):
+    """A checkpoint cannot be loaded into the parameter shells of a model."""
+
+    code = "load_failed"
+
+
+class ConfigError(LoadError):
+    """A `config.json` that is malformed, or describes no architecture that can be built: `facts["field"]`."""
+
+    code = "config_invalid"
+
+
+class TopologyError(LoadError):
+    """A topology that this model cannot have: numbers that do not divide, a rank outside of it."""
+
+    code = "topology_impossible"
+
+
+class NamesError(LoadError):
+    """Checkpoint names that no rule places, drops or skips: `facts["unexpected"]` lists them."""
+
+    code = "names_unexpected"
+
+
+class PlacementError(LoadError):
+    """A checkpoint tensor whose shape, dtype or value does not fit the shell: `facts["tensor"]`."""
+
+    code = "placement_refused"
+
+
+class SlotsError(LoadError):
+    """Slots of shells are empty, partly filled or filled twice.
+
+    `facts["unfilled"]` and `facts["refilled"]` list them as `name[slot]`.
+    """
+
+    code = "slots_unfilled"
 
 
 class IntegrityError(TransferError):

@@ -31,6 +31,7 @@ STATUSES: tuple[tuple[type[TransferError], int], ...] = (
     (errors.SourceError, 502),
     (errors.ManifestError, 422),
     (errors.DtypeError, 422),
+    (errors.LoadError, 422),
     (errors.IntegrityError, 422),
     (errors.AdmissionError, 507),
     (errors.DeadlineError, 504),
