@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -36,7 +37,7 @@ class PinnedFiles:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that reads have delivered so far."""
+        """Bytes that positional reads have delivered so far; what mappings touched is not known."""
         return self._bytes_read
 
     def read_into(self, file: Path, offset: int, buffer: memoryview) -> int:
@@ -61,6 +62,29 @@ class PinnedFiles:
         with self._lock:
             self._bytes_read += count
         return count
+
+    @contextmanager
+    def mapped(self, file: Path, offset: int, nbytes: int) -> Iterator[mmap.mmap]:
+        """A private mapping of at least `nbytes` of `file`, for as long as the block runs.
+
+        Its first byte is byte `offset - offset % mmap.ALLOCATIONGRANULARITY` of the file. A write to it does not reach
+        the file. Nothing may refer to it after the block. The file is checked before and after; a file that is cut
+        short within the block kills the process, as it does with every mapping.
+
+        Raises:
+            CheckpointError: If the file has changed since it was pinned, or cannot be mapped.
+            ValueError: After `close`.
+        """
+        begin = offset - offset % mmap.ALLOCATIONGRANULARITY
+        with self._descriptor(file) as fd:
+            self._check_same(file, identity_of(fd))
+            try:
+                mapping = mmap.mmap(fd, offset + nbytes - begin, access=mmap.ACCESS_COPY, offset=begin)
+            except OSError as error:
+                raise refusal_for(file, error) from error
+            with mapping:
+                yield mapping
+            self._check_same(file, identity_of(fd))
 
     def close(self) -> None:
         """Refuse further reads. May be called again."""

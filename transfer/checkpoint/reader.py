@@ -5,16 +5,26 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import logging
+import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Self
 
 import torch
 
-from weightwire.transfer.checkpoint.discovery import CheckpointFiles, find_checkpoint
+from weightwire.transfer.checkpoint.discovery import (
+    CONFIG_NAME,
+    MAX_CONFIG_BYTES,
+    CheckpointFiles,
+    DiscoveryOptions,
+    DuplicatePolicy,
+    find_checkpoint,
+)
 from weightwire.transfer.checkpoint.pinned_files import PinnedFiles
 from weightwire.transfer.checkpoint.regular_files import (
     FileIdentity,
@@ -33,11 +43,11 @@ from weightwire.transfer.checkpoint.safetensors_format import (
     parse_prefix,
 )
 from weightwire.transfer.checkpoint.untrusted_json import quoted
+from weightwire.transfer.diagnostics import Diagnostic
 from weightwire.transfer.dtypes import Dtype
 from weightwire.transfer.errors import CheckpointError, CheckpointNotFoundError, NotFoundError
 
-CONFIG_NAME = "config.json"
-_MAX_CONFIG_BYTES = 16 * 1024 * 1024
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,23 +102,44 @@ class Checkpoint:
         self._pinned = pinned
 
     @classmethod
-    def open(cls, path: Path, *, max_header_bytes: int = MAX_HEADER_BYTES) -> Self:
+    def open(
+        cls, path: Path, options: DiscoveryOptions | None = None, *, max_header_bytes: int = MAX_HEADER_BYTES
+    ) -> Self:
         """Find and check a checkpoint; no tensor byte is read.
 
         Args:
             path: A folder, or one `.safetensors` file (whose folder may have a `config.json`).
+            options: See `find_checkpoint`.
             max_header_bytes: Limit on each file's header, in bytes.
 
         Raises:
             CheckpointError: If the files are not one well-formed checkpoint; see `find_checkpoint`, `parse_header`.
             DtypeError: If a dtype's tag is unknown.
         """
-        files = find_checkpoint(path)
+        return cls.open_files(find_checkpoint(path, options), max_header_bytes=max_header_bytes)
+
+    @classmethod
+    def open_files(cls, files: CheckpointFiles, *, max_header_bytes: int = MAX_HEADER_BYTES) -> Self:
+        """`open` for what discovery found before; the folder is not listed again.
+
+        Raises:
+            CheckpointError: If the files are pickles, which have no byte ranges, or as `open`.
+            DtypeError: If a dtype's tag is unknown.
+        """
+        if files.container != "safetensors":
+            raise CheckpointError(
+                f"checkpoint {printable(files.folder)!r}: {printable(files.files[0])!r} is a PyTorch pickle; "
+                "byte ranges can be read of safetensors alone",
+                path=printable(files.folder),
+            )
         identities, entries = dict[Path, FileIdentity](), dict[str, CheckpointTensor]()
+        repeated = list[str]()
         for file in files.files:
             header, identities[file] = read_header(file, max_header_bytes=max_header_bytes)
-            _add_entries(entries, file, header)
+            repeated += _add_entries(entries, file, header, files.duplicates)
         _check_promises(files, entries)
+        if repeated:
+            files = replace(files, notes=(*files.notes, _first_copies_note(files, repeated)))
         return cls(files, entries, pinned=PinnedFiles(identities), config=_read_config(files.folder))
 
     @property
@@ -147,6 +178,29 @@ class Checkpoint:
                 expected_bytes=end - begin,
                 actual_bytes=got,
             )
+
+    @contextmanager
+    def mapped(self, name: str, begin: int, end: int) -> Iterator[torch.Tensor]:
+        """Bytes [begin, end) of a tensor out of the page cache, as flat uint8 memory that no other tensor may outlive.
+
+        The memory is aligned for the tensor's dtype: a view of a mapping where the file is aligned, else a copy.
+
+        Raises:
+            NotFoundError: If the checkpoint has no such tensor.
+            CheckpointError: If the file has changed since it was opened.
+            ValueError: If the range is empty or outside the tensor, or after `close`.
+        """
+        tensor = self._tensor(name)
+        if not 0 <= begin < end <= tensor.nbytes:
+            raise ValueError(f"tensor {quoted(name)}: bytes [{begin}, {end}) lie outside its {tensor.nbytes}")
+        at = tensor.begin + begin
+        with self._pinned.mapped(tensor.file, at, end - begin) as mapping:
+            flat = torch.frombuffer(mapping, dtype=torch.uint8)[at % mmap.ALLOCATIONGRANULARITY :]
+            try:
+                yield flat.clone() if at % tensor.dtype.itemsize else flat
+            finally:
+                # The mapping cannot be closed while a tensor holds its buffer.
+                del flat
 
     def read_tensor(self, name: str) -> torch.Tensor:
         """One whole tensor on the CPU, in memory of its own (not the page cache), whatever its alignment on disk.
@@ -237,16 +291,24 @@ def _read_start(fd: int, offset: int, length: int) -> bytes:
     return bytes(buffer[: read_at(fd, offset, memoryview(buffer))])
 
 
-def _add_entries(entries: dict[str, CheckpointTensor], file: Path, header: Header) -> None:
+def _add_entries(
+    entries: dict[str, CheckpointTensor], file: Path, header: Header, duplicates: DuplicatePolicy
+) -> list[str]:
+    """Add the tensors of a file; returns the names that an earlier file had, where that is allowed."""
+    repeated = list[str]()
     # Sorted here, so that no order of keys in a file can change the order of reads (L34).
     for entry in sorted(header.entries, key=lambda entry: entry.name):
         other = entries.get(entry.name)
+        if other is not None and duplicates is DuplicatePolicy.FIRST:
+            repeated.append(entry.name)
+            continue
         if other is not None:
             raise CheckpointError(
                 f"tensor {quoted(entry.name)}: is in two files, {printable(other.file)!r} and {printable(file)!r}; "
                 "expected one",
                 tensor=entry.name,
                 files=[printable(other.file), printable(file)],
+                diagnostic="D02",
             )
         entries[entry.name] = CheckpointTensor(
             name=entry.name,
@@ -256,6 +318,13 @@ def _add_entries(entries: dict[str, CheckpointTensor], file: Path, header: Heade
             begin=header.data_begin + entry.begin,
             end=header.data_begin + entry.end,
         )
+    return repeated
+
+
+def _first_copies_note(files: CheckpointFiles, repeated: list[str]) -> Diagnostic:
+    detail = f"{len(repeated)} names are in several files; the first file's copy counts: {quoted(repeated)}"
+    _LOG.warning("checkpoint %r: %s", printable(files.folder), detail)
+    return Diagnostic(code="D02", subject=f"checkpoint {printable(files.folder)!r}", detail=detail)
 
 
 def _check_promises(files: CheckpointFiles, entries: Mapping[str, CheckpointTensor]) -> None:
@@ -277,7 +346,7 @@ def _check_promises(files: CheckpointFiles, entries: Mapping[str, CheckpointTens
 
 def _read_config(folder: Path) -> str | None:
     path = folder / CONFIG_NAME
-    return read_text(path, max_bytes=_MAX_CONFIG_BYTES) if os.path.lexists(path) else None
+    return read_text(path, max_bytes=MAX_CONFIG_BYTES) if os.path.lexists(path) else None
 
 
 def _bytes_of(tensor: torch.Tensor, nbytes: int) -> memoryview:
