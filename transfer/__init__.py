@@ -7,11 +7,12 @@ docs/library.md has the whole of it, as a program that runs.
 """
 
 from weightwire.transfer.checkpoint import Checkpoint
+from weightwire.transfer.checkpoint.specs import specs_of
 from weightwire.transfer.control import Control
 from weightwire.transfer.errors import TransferError
 from weightwire.transfer.filling import FillResult, Origins, fill
 from weightwire.transfer.layouts import ModelIdentity, extended_layout, plain_layout
-from weightwire.transfer.loading import identity_of, load_checkpoint, specs_of
+from weightwire.transfer.local_disk import identity_of, load_checkpoint
 from weightwire.transfer.manifest import CheckpointSpec, Manifest, TensorEntry, Topology
 from weightwire.transfer.planning import Plan, plan_pull
 from weightwire.transfer.regions import Region

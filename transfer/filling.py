@@ -15,10 +15,13 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from weightwire.transfer.checkpoint import Checkpoint
+from weightwire.transfer.checkpoint.regions_on_disk import read_copies
+from weightwire.transfer.checkpoint.specs import specs_of
 from weightwire.transfer.control import Control
+from weightwire.transfer.disk_pieces import disk_copies, is_whole, tensors_on_disk
 from weightwire.transfer.errors import IntegrityError, ManifestMismatchError
 from weightwire.transfer.integrity import checksum, digest_text
-from weightwire.transfer.manifest import CheckpointSpec, Manifest, TensorEntry
+from weightwire.transfer.manifest import Manifest, TensorEntry
 from weightwire.transfer.planning import (
     Plan,
     check_servable,
@@ -133,13 +136,14 @@ class _Filling:
         self._from_disk: set[Region] = set()
         self._refused: list[SourceFailure] = []
         self._endpoints: Sequence[Endpoint] = ()
-        self._on_disk: Set[str] = origins.checkpoint.entries.keys() if origins.checkpoint else frozenset()
+        self._specs = {spec.name: spec for spec in specs_of(origins.checkpoint)} if origins.checkpoint else {}
+        self._on_disk: Set[str] = tensors_on_disk(self._target, self._specs)
+        # Whole tensors under the checkpoint's own names, which can be compared with it.
+        self._published = {tensor.name for tensor in self._target.tensors if is_whole(tensor)} & self._specs.keys()
 
     def run(self, options: PullOptions | None) -> FillResult:
         began = time.monotonic()
-        checkpoint = self._origins.checkpoint
-        if checkpoint is not None:
-            check_specs(self._target, _specs(checkpoint))
+        check_specs(self._target, {name: self._specs[name] for name in self._published})
         with Puller(self._shells, self._agreeing(), self._origins.manifests, options) as puller:
             plan = self._plan(puller)
             check_servable(plan, self._on_disk)
@@ -185,7 +189,7 @@ class _Filling:
         checkpoint = self._origins.checkpoint
         if checkpoint is None or not plan.nbytes("disk") or not any(plan.copies):
             return
-        both = [tensor for tensor in self._target.tensors if tensor.name in self._on_disk and self._promise(tensor)]
+        both = [tensor for tensor in self._target.tensors if tensor.name in self._published and self._promise(tensor)]
         budget = _SAMPLE_BYTES
         for tensor in sorted(both, key=lambda tensor: -tensor.nbytes)[:: max(1, len(both) // _SAMPLES)]:
             if tensor.nbytes > budget:
@@ -231,34 +235,21 @@ class _Filling:
             error = missing_tensors(missing)
             lost = "; ".join(f"{failure.code}: {failure.detail}" for failure in (*self._refused, *puller.failures))
             raise type(error)(f"{error}" + (f"; sources lost: {lost}" if lost else ""), **error.facts)
-        for name in names:
-            assert checkpoint is not None
-            region = self._target.flat_region(self._target.by_name[name])
-            if region.is_contiguous:
-                gaps = list(puller.coverage.target.missing(region.offset, region.end))
-            else:
-                gaps = [(region.offset, region.offset + region.numel)]
-            for begin, end in gaps:
-                self._read_tensor(checkpoint, name, region, (begin - region.offset, end - region.offset))
+        if checkpoint is None:
+            return
+        tensors, covered = [self._target.by_name[name] for name in names], puller.coverage.target
+        copies = (copy for tensor in tensors for copy in disk_copies(self._shells, tensor, covered))
+        read_copies(checkpoint, copies, control=self._control, on_bytes=self._count_disk)
+        for tensor in tensors:
+            region = self._target.flat_region(tensor)
+            self._from_disk.add(region)
             for begin, end in filled_region(region):
-                puller.coverage.target.add(begin, end)
+                covered.add(begin, end)
 
-    def _read_tensor(self, checkpoint: Checkpoint, name: str, region: Region, span: tuple[int, int]) -> None:
-        """Read packed bytes `span` of one tensor."""
-        self._from_disk.add(region)
-        for begin in range(span[0], span[1], _DISK_STEP_BYTES):
-            self._control.check()
-            end = min(begin + _DISK_STEP_BYTES, span[1])
-            if region.is_contiguous:
-                (view,) = self._shells.views(region.offset + begin, region.offset + end)
-                checkpoint.read_into(name, begin, end, view)
-            else:
-                staging = memoryview(bytearray(end - begin))
-                checkpoint.read_into(name, begin, end, staging)
-                self._shells.scatter(staging, region, begin)
-            with self._lock:
-                self._progress = replace(self._progress, bytes_disk=self._progress.bytes_disk + end - begin)
-                self._on_progress(self._progress)
+    def _count_disk(self, nbytes: int) -> None:
+        with self._lock:
+            self._progress = replace(self._progress, bytes_disk=self._progress.bytes_disk + nbytes)
+            self._on_progress(self._progress)
 
     def _verify(self, puller: Puller) -> None:
         """Count the coverage, and compare each tensor's digest that no chunk digest has proven already."""
@@ -273,7 +264,7 @@ class _Filling:
             held = self._promise(tensor)
             if held is not None and (tensor.name in uncertain or not self._is_proven(tensor, held, puller)):
                 self._compare(tensor, held)
-            if region in self._from_disk and tensor.name in self._on_disk:
+            if region in self._from_disk and tensor.name in self._published:
                 owner = owners.setdefault(region, tensor.name)
                 if owner != tensor.name:
                     self._compare_on_disk(tensor.name, owner)
@@ -351,13 +342,6 @@ class _Filling:
         with self._lock:
             self._progress = replace(self._progress, state=state)
             self._on_progress(self._progress)
-
-
-def _specs(checkpoint: Checkpoint) -> dict[str, CheckpointSpec]:
-    return {
-        name: CheckpointSpec(name=name, dtype=entry.dtype.name, shape=entry.shape)
-        for name, entry in checkpoint.entries.items()
-    }
 
 
 def _needed_bytes(manifest: Manifest) -> int:

@@ -53,7 +53,12 @@ class Shells:
 
     @classmethod
     def from_module(
-        cls, module: torch.nn.Module, identity: ModelIdentity | None = None, *, non_persistent: bool = False
+        cls,
+        module: torch.nn.Module,
+        identity: ModelIdentity | None = None,
+        *,
+        non_persistent: bool = False,
+        is_placed: bool = True,
     ) -> Shells:
         """The parameters and buffers of `module`, in place; tied ones share a storage, so they move once.
 
@@ -61,12 +66,18 @@ class Shells:
             module: On the CPU. Its tensors are written where they lie: data pointers, strides and ties stay.
             identity: Of the model; without it a nameless one.
             non_persistent: Also take buffers that a checkpoint would not hold.
+            is_placed: Whether each tensor is the checkpoint's tensor of the same name, whole; if not, nothing is said
+                about what lies in it.
 
         Raises:
             ManifestError: If a tensor is not plain CPU memory (meta, sparse, quantised, conjugated, on a device).
             DtypeError: If a dtype may not travel.
         """
-        return cls.from_tensors(dict(_module_tensors(module, non_persistent)), identity)
+        shells = cls.from_tensors(dict(_module_tensors(module, non_persistent)), identity)
+        if not is_placed:
+            entries = tuple(replace(tensor, placement=()) for tensor in shells.manifest.tensors)
+            shells.manifest = replace(shells.manifest, tensors=entries)
+        return shells
 
     @classmethod
     def from_tensors(
@@ -195,6 +206,11 @@ class Shells:
             config=identity.config,
             checkpoint=identity.checkpoint,
         )
+
+    def describe(self, layouts: Mapping[str, str]) -> None:
+        """Put layout fingerprints, by runtime name, into the manifest; tensors that are not named keep theirs."""
+        entries = (replace(tensor, layout=layouts.get(tensor.name, tensor.layout)) for tensor in self.manifest.tensors)
+        self.manifest = replace(self.manifest, tensors=tuple(entries))
 
     def fill(self, byte: int) -> None:
         """Set every byte of every storage, to touch the pages or to make unwritten ones visible."""

@@ -11,9 +11,10 @@ from safetensors.torch import save_file
 from tests.transfer.conftest import bits, filled
 from weightwire.transfer import admission
 from weightwire.transfer.checkpoint import Checkpoint
+from weightwire.transfer.checkpoint.specs import specs_of
 from weightwire.transfer.control import Control
 from weightwire.transfer.errors import AdmissionError, CancelledError, CheckpointNotFoundError
-from weightwire.transfer.loading import identity_of, load_checkpoint, specs_of
+from weightwire.transfer.local_disk import identity_of, load_checkpoint
 from weightwire.transfer.session import RankProgress, TransferState
 
 TENSORS = {

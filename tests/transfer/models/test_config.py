@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightwire.transfer.errors import ConfigError
+from weightwire.transfer.models import Fp8Config, parse_config
+
+LLAMA: dict[str, object] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 32,
+}
+EXPERTS: dict[str, object] = {"moe_intermediate_size": 6, "num_experts": 4}
+
+
+def test_config_fills_in_what_the_file_leaves_out() -> None:
+    config = parse_config(LLAMA)
+    assert (config.num_kv_heads, config.head_dim) == (4, 2)
+    assert config.dtype == torch.float32
+    assert not config.tie_word_embeddings
+    assert config.attention_bias is None
+    assert config.experts is None
+    assert config.fp8 is None
+
+
+def test_config_reads_text_as_it_reads_members() -> None:
+    assert parse_config(json.dumps(LLAMA)) == parse_config(LLAMA) == parse_config(json.dumps(LLAMA).encode())
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("spelling", ["bfloat16", "torch.bfloat16"])
+def test_config_knows_both_spellings_of_the_dtype(key: str, spelling: str) -> None:
+    assert parse_config(LLAMA | {key: spelling}).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts", "n_routed_experts"])
+def test_config_knows_every_spelling_of_the_number_of_experts(key: str) -> None:
+    experts = parse_config(LLAMA | {key: 4, "moe_intermediate_size": 6}).experts
+    assert experts is not None
+    assert (experts.num_experts, experts.intermediate_size) == (4, 6)
+
+
+@pytest.mark.parametrize(
+    ("extra", "sparse"),
+    [
+        pytest.param({}, [0, 1, 2, 3], id="every layer has experts"),
+        pytest.param({"decoder_sparse_step": 2}, [1, 3], id="every second layer has experts"),
+        pytest.param({"mlp_only_layers": [1, 2]}, [0, 3], id="two layers are dense"),
+    ],
+)
+def test_config_says_which_layers_have_experts(extra: dict[str, object], sparse: list[int]) -> None:
+    config = parse_config(LLAMA | EXPERTS | {"num_hidden_layers": 4} | extra)
+    assert [layer for layer in range(4) if config.has_experts(layer)] == sparse
+
+
+def test_config_takes_the_text_model_of_a_larger_one() -> None:
+    config = parse_config(LLAMA | {"hidden_size": 99, "text_config": {"hidden_size": 16, "head_dim": None}})
+    assert (config.hidden_size, config.head_dim, config.vocab_size) == (16, 4, 32)
+
+
+def test_b16_flag_of_a_tied_head_is_that_of_the_text_model(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        config = parse_config(LLAMA | {"tie_word_embeddings": True, "text_config": {"tie_word_embeddings": False}})
+    assert not config.tie_word_embeddings
+    assert "tie_word_embeddings" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        pytest.param({"hidden_size": None}, "hidden_size", id="a size is missing"),
+        pytest.param({"hidden_size": "8"}, "hidden_size", id="a size is text"),
+        pytest.param({"vocab_size": True}, "vocab_size", id="a size is a truth"),
+        pytest.param({"num_hidden_layers": 0}, "num_hidden_layers", id="no layers"),
+        pytest.param({"architectures": []}, "architectures", id="no architecture"),
+        pytest.param({"architectures": "LlamaForCausalLM"}, "architectures", id="architectures are no list"),
+        pytest.param({"num_key_value_heads": 3}, "num_key_value_heads", id="heads that do not group"),
+        pytest.param({"hidden_size": 9}, "head_dim", id="heads that do not divide the width"),
+        pytest.param({"dtype": "int8"}, "dtype", id="a dtype that is no float"),
+        pytest.param({"torch_dtype": "float17"}, "torch_dtype", id="no dtype at all"),
+        pytest.param({"dtype": "float16", "torch_dtype": "bfloat16"}, "torch_dtype", id="two dtypes"),
+        pytest.param({"num_experts": 4, "num_local_experts": 8}, "num_local_experts", id="two numbers of experts"),
+        pytest.param({"num_experts": 4}, "moe_intermediate_size", id="experts without a size"),
+        pytest.param(EXPERTS | {"mlp_only_layers": [True]}, "mlp_only_layers", id="a layer that is no number"),
+        pytest.param({"attention_bias": 1}, "attention_bias", id="a truth that is a number"),
+        pytest.param({"tie_word_embeddings": "yes"}, "tie_word_embeddings", id="a tie that is text"),
+        pytest.param({"text_config": []}, "text_config", id="a text model that is a list"),
+        pytest.param({"quantization_config": {"quant_method": "gptq"}}, "quant_method", id="a foreign quantisation"),
+        pytest.param(
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}},
+            "weight_block_size",
+            id="a block of one size",
+        ),
+        pytest.param(
+            {"quantization_config": {"quant_method": "fp8", "activation_scheme": "often"}},
+            "activation_scheme",
+            id="an unknown scheme",
+        ),
+    ],
+)
+def test_config_error_names_the_field(change: dict[str, object], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(LLAMA | change)
+    assert caught.value.facts["field"] == field
+    assert field in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, '{"a": 1, "a": 2}', "\ud800"])
+def test_config_that_is_no_json_object_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_config(text.encode("utf-8", "surrogatepass"))
+
+
+def test_architecture_is_asked_for_before_fields_that_others_do_not_have() -> None:
+    with pytest.raises(ConfigError, match="GPT2LMHeadModel"):
+        parse_config({"architectures": ["GPT2LMHeadModel"], "n_embd": 8})
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+KEYS = (*LLAMA, "text_config", "quantization_config", "dtype", "num_experts", "mlp_only_layers", "tie_word_embeddings")
+
+
+@given(st.dictionaries(st.sampled_from(KEYS), JSON, max_size=4))
+def test_config_of_any_json_is_parsed_or_refused(change: dict[str, object]) -> None:
+    with contextlib.suppress(ConfigError):
+        config = parse_config(json.dumps(LLAMA | change))
+        assert config.num_heads % config.num_kv_heads == 0
+
+
+@pytest.mark.parametrize(
+    ("unconverted", "module", "parts", "expected"),
+    [
+        pytest.param((), "model.layers.0.self_attn", ("q_proj", "k_proj"), True, id="nothing is left out"),
+        pytest.param(("lm_head",), "", ("lm_head",), False, id="the head is left out"),
+        pytest.param(("model.layers.0",), "model.layers.0.mlp", ("down_proj",), False, id="a layer is left out"),
+        pytest.param(("model.layers.1",), "model.layers.10.mlp", ("down_proj",), True, id="layer 1 is not layer 10"),
+        pytest.param(("mlp.gate",), "model.layers.3.mlp", ("gate",), False, id="every router is left out"),
+        pytest.param(("mlp.gate",), "model.layers.3.mlp", ("gate_proj", "up_proj"), True, id="gate is not gate_proj"),
+    ],
+)
+def test_fp8_leaves_out_whole_modules(
+    unconverted: tuple[str, ...], module: str, parts: tuple[str, ...], expected: bool
+) -> None:
+    assert Fp8Config(unconverted=unconverted).converts(module, parts) is expected
+
+
+def test_fp8_of_half_a_fused_layer_is_refused() -> None:
+    fp8 = Fp8Config(unconverted=("model.layers.0.self_attn.q_proj",))
+    with pytest.raises(ConfigError, match="q_proj"):
+        fp8.converts("model.layers.0.self_attn", ("q_proj", "k_proj", "v_proj"))

@@ -1,0 +1,232 @@
+"""A load that knows beforehand where every element goes, so that nothing else is read.
+
+The loaders run once on meta tensors (`tracing`). Then names, slots and elements are checked, and only then are the
+regions of this rank read, straight into the shells, by several threads and in the files' order. Tensors whose loaders
+look at values, or whose way could not be traced, go through the ordinary loaders afterwards.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from weightwire.transfer.checkpoint import Checkpoint
+from weightwire.transfer.checkpoint.regions_on_disk import DEFAULT_THREADS, DiskCopy, read_copies
+from weightwire.transfer.checkpoint.specs import specs_of
+from weightwire.transfer.control import Control
+from weightwire.transfer.errors import SlotsError
+from weightwire.transfer.loading.base_loaders import loader_of
+from weightwire.transfer.loading.landing import Landing, land_all, look_at_optional
+from weightwire.transfer.loading.ledger import SlotLedger, required_slots
+from weightwire.transfer.loading.loop import Described, UnexpectedPolicy, account, check_report, walk_tree
+from weightwire.transfer.loading.module_shells import shells_of
+from weightwire.transfer.loading.outcomes import LoadReport, NameOutcome, Outcome
+from weightwire.transfer.loading.slots import is_traceable
+from weightwire.transfer.loading.walker import Pair
+from weightwire.transfer.tracing import Trace, TracedCopy, TracedFill, trace_placement
+
+_MOST_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectLoad:
+    """How the shells of one rank were filled.
+
+    Attributes:
+        report: The outcome of every checkpoint name.
+        bytes_read: Bytes of checkpoint elements that were read; a cold disk reads whole pages around them.
+        num_loaded: Shells that hold checkpoint values.
+        num_constant: Shells that hold padding alone.
+        seconds: Of the whole.
+        seconds_trace: Until the first byte was read.
+    """
+
+    report: LoadReport
+    bytes_read: int
+    num_loaded: int
+    num_constant: int
+    seconds: float
+    seconds_trace: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Way:
+    """Options that stay the same throughout one load."""
+
+    central: bool
+    unexpected: UnexpectedPolicy
+    threads: int
+    on_bytes: Callable[[int], None]
+
+
+def load_direct(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    *,
+    control: Control,
+    central: bool = False,
+    unexpected: UnexpectedPolicy = "refuse",
+    threads: int = DEFAULT_THREADS,
+    on_bytes: Callable[[int], None] = lambda _: None,
+) -> DirectLoad:
+    """Fill every shell of a model from a safetensors checkpoint, reading only what this rank holds.
+
+    Args:
+        model: See `load_weights`; its shells have memory (CPU or device).
+        checkpoint: Open.
+        control: Deadline and stop button.
+        central: See `load_weights`.
+        unexpected: See `load_weights`.
+        threads: Reads at the same time.
+        on_bytes: Called with the bytes of each step that is done, one call at a time.
+
+    Raises:
+        PlacementError: If a tensor does not fit its shell; nothing was written.
+        NamesError: If names have no place; nothing was written.
+        SlotsError: If a slot or an element has no origin; nothing was written.
+        CheckpointError: If the files do not deliver what their headers say.
+    """
+    began = time.monotonic()
+    load = _Loading(
+        model, checkpoint, control, _Way(central=central, unexpected=unexpected, threads=threads, on_bytes=on_bytes)
+    )
+    load.trace()
+    load.check()
+    traced = time.monotonic()
+    bytes_read = load.read()
+    constant = load.constant_shells()
+    return DirectLoad(
+        report=load.report,
+        bytes_read=bytes_read,
+        num_loaded=len(load.shells) - len(constant) - load.num_exempt,
+        num_constant=len(constant),
+        seconds=time.monotonic() - began,
+        seconds_trace=traced - began,
+    )
+
+
+class _Loading:
+    """One load on its way."""
+
+    def __init__(self, model: nn.Module, checkpoint: Checkpoint, control: Control, way: _Way) -> None:
+        self.model = model
+        self.checkpoint = checkpoint
+        self.control = control
+        self.way = way
+        self.shells = shells_of(model)
+        self.required = required_slots(self.shells)
+        self.num_exempt = len(self.shells) - len(self.required)
+        self.ledger = SlotLedger(self.required)
+        self.report = LoadReport(outcomes=())
+        self.found: Trace
+        # Checkpoint names that need real values, with the shells that they lead to.
+        self.by_value: dict[str, tuple[str, ...]] = {}
+
+    def trace(self) -> None:
+        self.found = trace_placement(self._run, self.shells, specs_of(self.checkpoint))
+        for shell in self.found.opaque:
+            for name in self.found.feeds.get(shell, ()):
+                self.by_value[name] = (*self.by_value.get(name, ()), shell)
+
+    def _run(self, pairs: Iterable[Pair]) -> None:
+        self.report = account(self._land(pairs, by_value=False), self.ledger)
+
+    def _land(self, pairs: Iterable[Pair], *, by_value: bool) -> Iterator[Landing]:
+        """The loaders themselves; on the first round, the ones that look at values are put off."""
+        if self.way.central or not isinstance(self.model, Described):
+            yield from walk_tree(self.model, pairs)
+            return
+        resolver = self.model.resolver()
+        for name, tensor in pairs:
+            outcomes = resolver.resolve_all(name)
+            targets = tuple(found.target for found in outcomes if found.outcome is Outcome.PLACED and found.target)
+            if by_value or all(is_traceable(loader_of(self.shells[target])) for target in targets):
+                yield land_all(outcomes, tensor, self.shells.__getitem__)
+            else:
+                self.by_value[name] = targets
+                yield Landing(outcome=outcomes[0])
+
+    def check(self) -> None:
+        """Everything that can be known before a byte is read into a shell."""
+        outcomes = [self._looked_at(outcome) for outcome in self.report.outcomes]
+        self.report = replace(self.report, outcomes=tuple(outcomes))
+        check_report(self.report, self.model, unexpected=self.way.unexpected)
+        put_off = {shell for shells in self.by_value.values() for shell in shells}
+        self.ledger.without(put_off).check()
+        _check_elements(self.found, self.required.keys() - put_off)
+
+    def _looked_at(self, outcome: NameOutcome) -> NameOutcome:
+        """An optional tensor is left out only for what its values are; the trace saw none."""
+        if outcome.outcome is not Outcome.SKIPPED_OPTIONAL:
+            return outcome
+        return look_at_optional(outcome, self.checkpoint.read_tensor(outcome.name)).outcome
+
+    def read(self) -> int:
+        """Write the shells; returns the bytes of elements that were read."""
+        again = set(self.found.overwritten)
+        for event in self.found.events:
+            if isinstance(event, TracedFill) and event.shell not in again:
+                self._view(event).fill_(event.value)
+        copies = (
+            DiskCopy(name=event.name, source=event.source, target=self._view(event))
+            for event in self.found.copies
+            if event.shell not in again
+        )
+        count = self._read(copies)
+        for event in self.found.events:
+            # Writes to the same elements: in the loader's own order, one after the other.
+            if event.shell in again and isinstance(event, TracedFill):
+                self._view(event).fill_(event.value)
+            elif event.shell in again and isinstance(event, TracedCopy):
+                count += self._read([DiskCopy(name=event.name, source=event.source, target=self._view(event))])
+        return count + self._load_by_value()
+
+    def _read(self, copies: Iterable[DiskCopy]) -> int:
+        way = self.way
+        return read_copies(self.checkpoint, copies, control=self.control, threads=way.threads, on_bytes=way.on_bytes)
+
+    def _load_by_value(self) -> int:
+        """The rest by the ordinary loaders, one whole tensor at a time."""
+        if not self.by_value:
+            return 0
+        pairs = self.checkpoint.iterate(self.by_value.__contains__)
+        ledger = SlotLedger({name: slots for name, slots in self.required.items() if name in self._put_off})
+        account(self._land(pairs, by_value=True), ledger)
+        ledger.check()
+        return sum(self.checkpoint.entries[name].nbytes for name in self.by_value)
+
+    @property
+    def _put_off(self) -> frozenset[str]:
+        return frozenset(shell for shells in self.by_value.values() for shell in shells)
+
+    def _view(self, event: TracedCopy | TracedFill) -> torch.Tensor:
+        region = event.target
+        return self.shells[event.shell].detach().as_strided(region.shape, region.strides, region.offset)
+
+    def constant_shells(self) -> frozenset[str]:
+        """Shells into which nothing but fills went: the ranks beyond the end of an uneven cut."""
+        copied = {event.shell for event in self.found.copies if event.source.numel}
+        filled = {event.shell for event in self.found.events if isinstance(event, TracedFill)}
+        return frozenset(filled - copied - self._put_off)
+
+
+def _check_elements(trace: Trace, shells: Iterable[str]) -> None:
+    """Raises:
+    SlotsError: If an element of a shell is written by nothing.
+    """
+    partly = [
+        f"{name} ({trace.coverage[name].missing} of {trace.coverage[name].elements} elements)"
+        for name in sorted(shells)
+        if trace.coverage[name].missing
+    ]
+    if partly:
+        more = f" and {len(partly) - _MOST_SHOWN} more" if len(partly) > _MOST_SHOWN else ""
+        raise SlotsError(
+            f"{len(partly)} shells would be left in part: {', '.join(partly[:_MOST_SHOWN])}{more}",
+            unfilled=partly,
+            diagnostic="D03",
+        )
