@@ -12,6 +12,7 @@ import typer
 from weightwire.service.client.api import ServiceClient
 from weightwire.transfer.address import Address
 from weightwire.transfer.errors import RequestError, SettingsError
+from weightwire.transfer.loading.loop import UnexpectedPolicy
 
 _CONNECTION = "Connection"
 _SERVING = "Serving"
@@ -111,6 +112,65 @@ DeadlineS = Annotated[
     float,
     typer.Option(envvar="WEIGHTWIRE_DEADLINE_S", help="Seconds after which it fails with exit code 4.", min=0.001),
 ]
+
+_LAYOUT = "Topology"
+LoadFormatName = Annotated[
+    str,
+    typer.Option("--load-format", help="auto, safetensors, pt, npcache (*.bin), mistral or dummy."),
+]
+PtFallback = Annotated[bool, typer.Option("--pt-fallback", help="Try *.pt files last.")]
+Tp = Annotated[
+    int | None,
+    typer.Option(
+        "--tp", help="Tensor-parallel ranks. Any of --tp, --pp, --ep: runtime names, cut for each rank.",
+        min=1, show_default=False, rich_help_panel=_LAYOUT,
+    ),
+]  # fmt: skip
+Pp = Annotated[
+    int | None,
+    typer.Option("--pp", help="Pipeline stages.", min=1, show_default=False, rich_help_panel=_LAYOUT),
+]
+Ep = Annotated[
+    int | None,
+    typer.Option(
+        "--ep", help="Groups that the experts are dealt to; divides --tp.", min=1, show_default=False,
+        rich_help_panel=_LAYOUT,
+    ),
+]  # fmt: skip
+Rank = Annotated[str, typer.Option("--rank", help="One global rank, or all.", rich_help_panel=_LAYOUT)]
+VocabMultiple = Annotated[
+    int | None,
+    typer.Option(
+        help="Pad the vocabulary to a multiple of it. Default: 64 x tp.", min=1, show_default=False,
+        rich_help_panel=_LAYOUT,
+    ),
+]  # fmt: skip
+PadHeads = Annotated[
+    bool,
+    typer.Option(
+        "--pad-heads", help="Pad head counts that tp does not divide, instead of refusing.", rich_help_panel=_LAYOUT
+    ),
+]
+ExpertMap = Annotated[
+    Path | None,
+    typer.Option(
+        help="JSON file: for each of the ep groups the list of experts in its slots, such as [[0,1,0],[2,3]].",
+        show_default=False, rich_help_panel=_LAYOUT,
+    ),
+]  # fmt: skip
+Unexpected = Annotated[
+    str, typer.Option(help="What to do about names that the model has no place for: refuse or warn.")
+]
+
+
+def unexpected_policy(text: str) -> UnexpectedPolicy:
+    """Raises:
+    SettingsError: If it is no policy.
+    """
+    if text not in ("refuse", "warn"):
+        raise SettingsError(f"--unexpected {text!r}: expected refuse or warn")
+    return "refuse" if text == "refuse" else "warn"
+
 
 DEFAULT_SERVICE = "http://127.0.0.1:8700"
 

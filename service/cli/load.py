@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import resource
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -12,19 +15,77 @@ import typer
 from weightwire.service.cli import flags
 from weightwire.service.cli.output import byte_bar, fail, human_bytes, print_json, progress_bar, start_logging, stdout
 from weightwire.service.cli.signals import on_signal
-from weightwire.transfer.checkpoint import Checkpoint
+from weightwire.service.cli.topology import build_options, chosen_ranks, chosen_topology
+from weightwire.transfer.checkpoint import Checkpoint, DiscoveryOptions, find_checkpoint
+from weightwire.transfer.checkpoint.formats import LoadFormat, served_format
 from weightwire.transfer.control import Control
-from weightwire.transfer.errors import TransferError
-from weightwire.transfer.filling import FillResult
-from weightwire.transfer.loading import identity_of, load_checkpoint
+from weightwire.transfer.errors import SettingsError, TransferError
+from weightwire.transfer.layouts import ModelIdentity
+from weightwire.transfer.loading.outcomes import Outcome
+from weightwire.transfer.local_disk import identity_of, load_checkpoint, load_streamed
+from weightwire.transfer.local_tree import RankLoad, TreeLoader, TreeRequest
+from weightwire.transfer.manifest import Topology
 from weightwire.transfer.saving import check_destination, save_rank
+from weightwire.transfer.shells import Shells
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Loaded:
+    """One rank's figures."""
+
+    rank: int
+    seconds: float
+    bytes_read: int
+    loaded: int
+    skipped: int
+    constant: int
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "rank": self.rank,
+            "seconds": self.seconds,
+            "bytes_read": self.bytes_read,
+            "peak_rss_bytes": _peak_rss_bytes(),
+            "tensors": {"loaded": self.loaded, "skipped": self.skipped, "constant": self.constant},
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sink:
+    """Where loaded shells go.
+
+    Attributes:
+        folder: For the files; None keeps nothing.
+        shows_progress: Whether bars are drawn.
+    """
+
+    folder: Path | None
+    shows_progress: bool
+
+    def save(self, shells: Callable[[], Shells]) -> None:
+        if self.folder is not None:
+            held = shells()
+            total, rank = held.manifest.total_bytes, held.manifest.rank
+            with byte_bar("saving", total=total, enabled=self.shows_progress, rank=rank) as saved:
+                save_rank(held, self.folder, saved)
 
 
 def load(
-    checkpoint_dir: Annotated[Path, typer.Argument(help="Folder with safetensors files, or one such file.")],
+    checkpoint_dir: Annotated[Path, typer.Argument(help="Folder with a checkpoint, or one file of it.")],
     *,
+    tp: flags.Tp = None,
+    pp: flags.Pp = None,
+    ep: flags.Ep = None,
+    rank: flags.Rank = "all",
+    vocab_multiple: flags.VocabMultiple = None,
+    pad_heads: flags.PadHeads = False,
+    expert_map: flags.ExpertMap = None,
+    load_format: flags.LoadFormatName = "auto",
+    pt_fallback: flags.PtFallback = False,
+    unexpected: flags.Unexpected = "refuse",
     save: Annotated[
-        Path | None, typer.Option(help="Folder for rank-0.safetensors, written at the end.", show_default=False)
+        Path | None,
+        typer.Option(help="Folder for rank-<global rank>.safetensors, written rank by rank.", show_default=False),
     ] = None,
     exclude: Annotated[
         list[str] | None,
@@ -34,42 +95,114 @@ def load(
     json: flags.Json = False,
     log_level: flags.LogLevel = "info",
 ) -> int:
-    """Read a checkpoint from the local disk into memory, without any peer."""
+    """Read a checkpoint from the local disk into memory, without any peer.
+
+    Without a topology: every tensor whole, by its checkpoint name. With --tp, --pp or --ep: the parameters of each
+    rank, by the names that engines give them, cut, fused and padded; one rank is in memory at a time.
+    """
     start_logging(log_level)
     began = time.monotonic()
     control = Control(deadline_s=deadline_s)
+    done = list[_Loaded]()
     try:
+        kind = served_format(load_format)
+        topology = chosen_topology(tp=tp, pp=pp, ep=ep)
+        options = build_options(vocab_multiple=vocab_multiple, pad_heads=pad_heads, expert_map=expert_map)
+        request = TreeRequest(
+            folder=checkpoint_dir, topology=topology or Topology(), load_format=kind, allow_pt_fallback=pt_fallback,
+            build=options, unexpected=flags.unexpected_policy(unexpected),
+        )  # fmt: skip
         if save is not None:
             check_destination(save, checkpoint=checkpoint_dir)
-        with Checkpoint.open(checkpoint_dir) as checkpoint, on_signal(lambda: control.cancel("stopped by a signal")):
-            identity = identity_of(checkpoint, model=str(checkpoint_dir))
-            with progress_bar("loading", enabled=not json) as moved:
-                shells, result = load_checkpoint(
-                    checkpoint, identity, control=control, exclude=exclude or (), on_progress=moved
+        sink = _Sink(folder=save, shows_progress=not json)
+        with on_signal(lambda: control.cancel("stopped by a signal")):
+            if topology is None:
+                done.append(_load_plain(request, control, sink, tuple(exclude or ())))
+            elif exclude:
+                raise SettingsError(
+                    "--exclude: leaves shells of a topology empty; expected it without --tp, --pp, --ep"
                 )
-            if save is not None:
-                with byte_bar("saving", total=shells.manifest.total_bytes, enabled=not json) as saved:
-                    save_rank(shells, save, saved)
-            figures = _figures(result, skipped=len(checkpoint.entries) - len(shells.manifest.tensors), began=began)
-            figures["bytes_read"] = checkpoint.bytes_read
+            else:
+                done.extend(_load_ranks(request, chosen_ranks(rank, topology), control, sink))
     except TransferError as error:
-        return fail(error, as_json=json, facts={"seconds": time.monotonic() - began, "ranks": []})
-    if json:
-        print_json({**figures, "ranks": [{"rank": 0, **figures}], "error": None})
-    else:
-        rate = human_bytes(checkpoint.bytes_read / result.seconds) if result.seconds else "0 B"
-        stdout.print(
-            f"loaded {len(shells.manifest.tensors)} tensors, {human_bytes(checkpoint.bytes_read)} "
-            f"in {result.seconds:.1f} s ({rate}/s)"
-        )
+        return fail(error, as_json=json, facts={"seconds": time.monotonic() - began, "ranks": _ranks_json(done)})
+    _print(done, seconds=time.monotonic() - began, as_json=json)
     return 0
 
 
-def _figures(result: FillResult, *, skipped: int, began: float) -> dict[str, object]:
-    return {
-        "seconds": time.monotonic() - began,
-        "bytes_read": result.bytes_disk,
-        # Linux counts the peak in kibibytes. Source: getrusage(2).
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "tensors": {"loaded": result.tensors["disk"], "skipped": skipped, "constant": result.tensors["constant"]},
-    }
+def _load_plain(request: TreeRequest, control: Control, sink: _Sink, exclude: tuple[str, ...]) -> _Loaded:
+    """Every tensor whole, by its checkpoint name."""
+    if request.load_format is LoadFormat.DUMMY:
+        raise SettingsError("--load-format dummy: without --tp, --pp or --ep nothing says which tensors there are")
+    began = time.monotonic()
+    options = DiscoveryOptions(load_format=request.load_format, allow_pt_fallback=request.allow_pt_fallback)
+    files = find_checkpoint(request.folder, options)
+    model = str(request.folder)
+    with progress_bar("loading", enabled=sink.shows_progress) as moved:
+        if files.container == "pickle":
+            shells, bytes_read, skipped = load_streamed(
+                files, ModelIdentity(model=model), control=control, exclude=exclude
+            )
+        else:
+            with Checkpoint.open_files(files) as checkpoint:
+                identity = identity_of(checkpoint, model=model)
+                shells, result = load_checkpoint(
+                    checkpoint, identity, control=control, exclude=exclude, on_progress=moved
+                )
+                bytes_read, skipped = result.bytes_disk, len(checkpoint.entries) - len(shells.manifest.tensors)
+    seconds = time.monotonic() - began
+    sink.save(lambda: shells)
+    loaded = len(shells.manifest.tensors)
+    return _Loaded(rank=0, seconds=seconds, bytes_read=bytes_read, loaded=loaded, skipped=skipped, constant=0)
+
+
+def _load_ranks(request: TreeRequest, ranks: range, control: Control, sink: _Sink) -> Iterator[_Loaded]:
+    """One rank after the other, so that memory holds one."""
+    with TreeLoader(request) as loader:
+        for rank in ranks:
+            with progress_bar("loading", enabled=sink.shows_progress, rank=rank) as moved:
+                found = loader.load(rank, control, on_progress=moved)
+            sink.save(partial(loader.shells, found))
+            yield _figures(found)
+
+
+def _figures(found: RankLoad) -> _Loaded:
+    counts = found.report.counts
+    return _Loaded(
+        rank=found.rank,
+        seconds=found.seconds,
+        bytes_read=found.bytes_read,
+        loaded=found.num_loaded,
+        skipped=sum(count for outcome, count in counts.items() if outcome is not Outcome.PLACED),
+        constant=found.num_constant,
+    )
+
+
+def _peak_rss_bytes() -> int:
+    # Linux counts the peak in kibibytes. Source: getrusage(2).
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _ranks_json(done: list[_Loaded]) -> list[dict[str, object]]:
+    return [loaded.to_json() for loaded in done]
+
+
+def _print(done: list[_Loaded], *, seconds: float, as_json: bool) -> None:
+    bytes_read = sum(loaded.bytes_read for loaded in done)
+    if as_json:
+        tensors = {
+            "loaded": sum(loaded.loaded for loaded in done),
+            "skipped": sum(loaded.skipped for loaded in done),
+            "constant": sum(loaded.constant for loaded in done),
+        }
+        whole = {"seconds": seconds, "bytes_read": bytes_read, "peak_rss_bytes": _peak_rss_bytes(), "tensors": tensors}
+        print_json({**whole, "ranks": _ranks_json(done), "error": None})
+        return
+    for loaded in done:
+        rate = human_bytes(loaded.bytes_read / loaded.seconds) if loaded.seconds else "0 B"
+        constant = f", {loaded.constant} of constants" if loaded.constant else ""
+        skipped = f", {loaded.skipped} names not for it" if loaded.skipped else ""
+        stdout.print(
+            f"rank {loaded.rank}: loaded {loaded.loaded} tensors{constant}{skipped}, {human_bytes(loaded.bytes_read)} "
+            f"in {loaded.seconds:.1f} s ({rate}/s)"
+        )

@@ -26,6 +26,7 @@ from rich.progress import (
 from rich.text import Text
 
 from weightwire.service.cli.exit_codes import code_for
+from weightwire.transfer.diagnostics import advice, diagnostic_of
 from weightwire.transfer.errors import SettingsError, TransferError
 from weightwire.transfer.session import RankProgress, TransferState
 
@@ -62,6 +63,8 @@ def error_json(error: TransferError) -> dict[str, object]:
 def print_error(error: TransferError) -> None:
     stderr.print(f"[bold red]error[/] [bold]{error.code}[/]: ", end="")
     stderr.print(str(error), markup=False, highlight=False)
+    if (known := diagnostic_of(error)) is not None:
+        stderr.print(advice(known), markup=False, highlight=False)
 
 
 def fail(error: TransferError, *, as_json: bool, facts: dict[str, object] | None = None) -> int:
@@ -107,10 +110,10 @@ def progress_bar(label: str, *, enabled: bool, rank: int = 0) -> Iterator[Callab
 
 
 @contextlib.contextmanager
-def byte_bar(label: str, *, total: int, enabled: bool) -> Iterator[Callable[[int], None]]:
+def byte_bar(label: str, *, total: int, enabled: bool, rank: int = 0) -> Iterator[Callable[[int], None]]:
     """A bar for work in one pass; gives the function that adds bytes to it."""
     done = 0
-    with progress_bar(label, enabled=enabled) as moved:
+    with progress_bar(label, enabled=enabled, rank=rank) as moved:
 
         def add(nbytes: int) -> None:
             nonlocal done

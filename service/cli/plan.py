@@ -12,9 +12,10 @@ from weightwire.service.cli.flags import Connection
 from weightwire.service.cli.output import fail, human_bytes, print_json, start_logging, stdout
 from weightwire.service.cli.render import rows_table
 from weightwire.transfer.checkpoint import Checkpoint
+from weightwire.transfer.checkpoint.specs import specs_of
 from weightwire.transfer.errors import TransferError
 from weightwire.transfer.layouts import plain_layout
-from weightwire.transfer.loading import identity_of, specs_of
+from weightwire.transfer.local_disk import identity_of
 
 _TENSORS_SHOWN = 20
 

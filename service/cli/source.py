@@ -16,7 +16,7 @@ from weightwire.service.cli.serving import DataPlane, serve_until_signal
 from weightwire.service.client.membership import Membership
 from weightwire.transfer.checkpoint import Checkpoint
 from weightwire.transfer.control import Control
-from weightwire.transfer.loading import identity_of, load_checkpoint
+from weightwire.transfer.local_disk import identity_of, load_checkpoint
 
 _LOAD_DEADLINE_S = 24 * 3600.0
 

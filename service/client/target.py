@@ -12,6 +12,7 @@ from weightwire.service.client.membership import Membership
 from weightwire.service.client.reporter import Reporter
 from weightwire.transfer.admission import check_memory
 from weightwire.transfer.checkpoint import Checkpoint
+from weightwire.transfer.checkpoint.specs import specs_of
 from weightwire.transfer.control import Control
 from weightwire.transfer.errors import (
     CancelledError,
@@ -22,7 +23,7 @@ from weightwire.transfer.errors import (
 )
 from weightwire.transfer.filling import FillResult, Origins, fill
 from weightwire.transfer.layouts import ModelIdentity, extended_layout, plain_layout
-from weightwire.transfer.loading import identity_of, specs_of
+from weightwire.transfer.local_disk import identity_of
 from weightwire.transfer.manifest import Manifest
 from weightwire.transfer.planning import Plan, check_same_specs, plan_pull
 from weightwire.transfer.session import RankProgress, TransferState

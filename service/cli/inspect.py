@@ -1,0 +1,84 @@
+"""`weightwire inspect`: what a checkpoint folder holds, before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from weightwire.service.cli import flags
+from weightwire.service.cli.output import human_bytes, print_json, start_logging, stdout
+from weightwire.transfer.checkpoint import DiscoveryOptions
+from weightwire.transfer.checkpoint.formats import served_format
+from weightwire.transfer.diagnostics import Diagnostic, render
+from weightwire.transfer.inspection import Inspection, inspect_checkpoint
+
+
+def inspect(
+    checkpoint_dir: Annotated[Path, typer.Argument(help="Folder with a checkpoint, or one file of it.")],
+    *,
+    load_format: flags.LoadFormatName = "auto",
+    pt_fallback: flags.PtFallback = False,
+    json: flags.Json = False,
+    log_level: flags.LogLevel = "error",
+) -> int:
+    """Show which files a load would read, in which order, what is in them, and what is odd about them.
+
+    Reads headers and config.json, and no weights.
+    """
+    start_logging(log_level)
+    options = DiscoveryOptions(load_format=served_format(load_format), allow_pt_fallback=pt_fallback)
+    found = inspect_checkpoint(checkpoint_dir, options)
+    if json:
+        print_json({**_to_json(found), "error": None})
+    else:
+        _print(found)
+    return 0
+
+
+def _to_json(found: Inspection) -> dict[str, object]:
+    return {
+        "folder": found.folder,
+        "container": found.container,
+        "index": found.index,
+        "architecture": found.architecture,
+        "has_tree": found.has_tree,
+        "revision": found.revision,
+        "files": [{"name": file.name, "bytes": file.nbytes, "tensors": file.num_tensors} for file in found.files],
+        "tensors": found.num_tensors,
+        "bytes": found.nbytes,
+        "dtypes": dict(found.dtypes),
+        "diagnostics": [_diagnostic_json(diagnostic) for diagnostic in found.diagnostics],
+    }
+
+
+def _diagnostic_json(diagnostic: Diagnostic) -> dict[str, object]:
+    return {
+        "code": diagnostic.code,
+        "stage": str(diagnostic.stage),
+        "subject": diagnostic.subject,
+        "detail": diagnostic.detail,
+        "causes": list(diagnostic.known.causes),
+        "rules": list(diagnostic.known.rules),
+    }
+
+
+def _print(found: Inspection) -> None:
+    table = Table("file, in reading order", "tensors", "size", box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for file in found.files:
+        table.add_row(file.name, "?" if file.num_tensors is None else str(file.num_tensors), human_bytes(file.nbytes))
+    stdout.print(table, highlight=False)
+    tensors = "tensors unknown before loading" if found.num_tensors is None else f"{found.num_tensors} tensors"
+    by_dtype = ", ".join(f"{human_bytes(nbytes)} {dtype}" for dtype, nbytes in found.dtypes.items())
+    listed = f"listed by {found.index}" if found.index else "without an index"
+    tree = "can be cut for --tp/--pp/--ep" if found.has_tree else "loads by checkpoint names, whole"
+    stdout.print(
+        f"{len(found.files)} {found.container} files {listed}: {tensors}, {by_dtype or human_bytes(found.nbytes)}"
+    )
+    stdout.print(f"model: {found.architecture or 'no config.json names one'}, {tree}")
+    for diagnostic in found.diagnostics:
+        stdout.print(f"\n{render(diagnostic)}", markup=False, highlight=False)

@@ -1,0 +1,69 @@
+"""Topology flags, as values."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from weightwire.transfer.checkpoint.regular_files import read_text
+from weightwire.transfer.errors import ManifestError, SettingsError
+from weightwire.transfer.manifest import Topology
+from weightwire.transfer.models import BuildOptions
+
+# No expert map is longer.
+_MAX_MAP_BYTES = 16 << 20
+
+
+def chosen_topology(*, tp: int | None, pp: int | None, ep: int | None) -> Topology | None:
+    """None if no flag was given: then tensors are whole, under their checkpoint names.
+
+    Raises:
+        SettingsError: If the sizes make no topology.
+    """
+    if tp is None and pp is None and ep is None:
+        return None
+    try:
+        return Topology(tp=tp or 1, pp=pp or 1, ep=ep or 1)
+    except ManifestError as error:
+        raise SettingsError(f"--tp, --pp, --ep: {error}") from error
+
+
+def chosen_ranks(rank: str, topology: Topology) -> range:
+    """One global rank, or all of them.
+
+    Raises:
+        SettingsError: If it is neither `all` nor a rank of the topology.
+    """
+    if rank == "all":
+        return range(topology.world_size)
+    if not rank.isdecimal() or not rank.isascii() or int(rank) >= topology.world_size:
+        raise SettingsError(f"--rank {rank}: expected all, or 0 to {topology.world_size - 1}")
+    return range(int(rank), int(rank) + 1)
+
+
+def build_options(*, vocab_multiple: int | None, pad_heads: bool, expert_map: Path | None) -> BuildOptions:
+    """How shells are laid out.
+
+    Raises:
+        SettingsError: If the file is no expert map.
+        CheckpointError: If it cannot be read.
+    """
+    return BuildOptions(
+        vocab_multiple=vocab_multiple,
+        pad_heads=pad_heads,
+        expert_map=None if expert_map is None else _read_map(expert_map),
+    )
+
+
+def _read_map(path: Path) -> tuple[tuple[int, ...], ...]:
+    refusal = SettingsError(f"--expert-map {path}: expected a JSON list of lists of expert numbers")
+    try:
+        value = json.loads(read_text(path, max_bytes=_MAX_MAP_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise refusal from error
+    if not isinstance(value, list) or not all(isinstance(slots, list) for slots in value):
+        raise refusal
+    # `type() is`, since a JSON true would pass for an int.
+    if any(type(expert) is not int for slots in value for expert in slots):
+        raise refusal
+    return tuple(tuple(slots) for slots in value)
