@@ -6,7 +6,7 @@ import mmap
 import os
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from weightwire.transfer.checkpoint.regular_files import (
@@ -34,6 +34,7 @@ class PinnedFiles:
         self._readers = 0
         self._closed = False
         self._bytes_read = 0
+        self._is_scattered = False
 
     @property
     def bytes_read(self) -> int:
@@ -86,6 +87,13 @@ class PinnedFiles:
                 yield mapping
             self._check_same(file, identity_of(fd))
 
+    def expect_scattered_reads(self) -> None:
+        """Tell the kernel that positional reads take pieces of the files, so that it reads nothing around them."""
+        with self._lock:
+            self._is_scattered = True
+            for fd in self._fds.values():
+                _advise_scattered(fd)
+
     def close(self) -> None:
         """Refuse further reads. May be called again."""
         with self._lock:
@@ -99,6 +107,8 @@ class PinnedFiles:
                 raise ValueError(f"{subject_of(file)}: read after close")
             if file not in self._fds:
                 self._fds[file], _ = open_regular(file)
+                if self._is_scattered:
+                    _advise_scattered(self._fds[file])
             fd = self._fds[file]
             self._readers += 1
         try:
@@ -120,6 +130,12 @@ class PinnedFiles:
         if self._closed and not self._readers:
             while self._fds:
                 os.close(self._fds.popitem()[1])
+
+
+def _advise_scattered(fd: int) -> None:
+    # Advice: a file system that does not take it reads more than it has to, and no other bytes.
+    with suppress(OSError):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
 
 
 def _differences(pinned: FileIdentity, found: FileIdentity) -> str:

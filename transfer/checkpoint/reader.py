@@ -179,6 +179,10 @@ class Checkpoint:
                 actual_bytes=got,
             )
 
+    def expect_scattered_reads(self) -> None:
+        """Say that `read_into` will take pieces of the files, between which nothing should be read from disk."""
+        self._pinned.expect_scattered_reads()
+
     @contextmanager
     def mapped(self, name: str, begin: int, end: int) -> Iterator[torch.Tensor]:
         """Bytes [begin, end) of a tensor out of the page cache, as flat uint8 memory that no other tensor may outlive.

@@ -25,6 +25,8 @@ from weightwire.transfer.regions import Region
 # One read, and one mapping; short enough that a cancelled load stops at once.
 STEP_BYTES = 8 << 20
 DEFAULT_THREADS = 8
+# A rank of several reads pieces; what the kernel reads ahead of a piece belongs to other ranks.
+_SCATTERED_BELOW = 0.9
 # Steps that wait for a thread; each is some objects and no memory.
 _QUEUED_PER_THREAD = 4
 
@@ -83,6 +85,8 @@ def read_copies(
     wanted = [copy for copy in copies if copy.source.numel]
     for copy in wanted:
         _check_inside(copy, checkpoint.entries[copy.name])
+    if _share(checkpoint, wanted) < _SCATTERED_BELOW:
+        checkpoint.expect_scattered_reads()
     order = {file: number for number, file in enumerate(checkpoint.files.files)}
     wanted.sort(key=lambda copy: (order[checkpoint.entries[copy.name].file], _first_byte(checkpoint, copy)))
     steps = (step for copy in wanted for step in _steps(copy, _itemsize(copy, checkpoint.entries[copy.name])))
@@ -99,6 +103,12 @@ def read_copies(
     with ThreadPoolExecutor(threads, thread_name_prefix="weightwire-disk") as pool:
         _run_all(pool, run, steps, limit=threads * _QUEUED_PER_THREAD)
     return done
+
+
+def _share(checkpoint: Checkpoint, copies: Iterable[DiskCopy]) -> float:
+    """How much of the tensors in the files is wanted, repetitions included."""
+    wanted = sum(copy.source.numel * _itemsize(copy, checkpoint.entries[copy.name]) for copy in copies)
+    return wanted / max(1, sum(entry.nbytes for entry in checkpoint.entries.values()))
 
 
 def _run_all(
