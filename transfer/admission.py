@@ -29,6 +29,7 @@ def check_memory(needed_bytes: int, *, purpose: str) -> None:
             f"{purpose}: needs {needed_bytes} bytes of memory, {available} are available",
             needed_bytes=needed_bytes,
             available_bytes=available,
+            diagnostic="D12",
         )
 
 

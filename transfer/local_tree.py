@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from weightwire.transfer.checkpoint import Checkpoint, CheckpointFiles, DiscoveryOptions, find_checkpoint
+from weightwire.transfer.checkpoint.discovery import CONFIG_NAME, MAX_CONFIG_BYTES
 from weightwire.transfer.checkpoint.formats import LoadFormat
 from weightwire.transfer.checkpoint.iteration import open_reader
 from weightwire.transfer.checkpoint.regions_on_disk import DEFAULT_THREADS
@@ -38,8 +39,6 @@ from weightwire.transfer.shells import Shells
 
 # Whose layout it is; the number goes up when a shell changes without a fact of its own.
 _ENGINE = "weightwire-tree-1"
-_CONFIG_NAME = "config.json"
-_MAX_CONFIG_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,12 +109,10 @@ class TreeLoader:
 
     def _read_config(self) -> str:
         folder = self._request.folder if self._files is None else self._files.folder
-        path = folder / _CONFIG_NAME
+        path = folder / CONFIG_NAME
         if not path.is_file():
-            raise ConfigError(
-                f"folder {str(folder)!r}: has no {_CONFIG_NAME}, expected one that names the architecture"
-            )
-        return read_text(path, max_bytes=_MAX_CONFIG_BYTES)
+            raise ConfigError(f"folder {str(folder)!r}: has no {CONFIG_NAME}, expected one that names the architecture")
+        return read_text(path, max_bytes=MAX_CONFIG_BYTES)
 
     def load(
         self, rank: int, control: Control, on_progress: Callable[[RankProgress], None] = lambda _: None

@@ -12,7 +12,7 @@ from weightwire.service.cli import flags
 from weightwire.service.cli.output import human_bytes, print_json, start_logging, stdout
 from weightwire.transfer.checkpoint import DiscoveryOptions
 from weightwire.transfer.checkpoint.formats import served_format
-from weightwire.transfer.diagnostics import Diagnostic, render
+from weightwire.transfer.diagnostics import Diagnostic, advice, render
 from weightwire.transfer.inspection import Inspection, inspect_checkpoint
 
 
@@ -26,7 +26,7 @@ def inspect(
 ) -> int:
     """Show which files a load would read, in which order, what is in them, and what is odd about them.
 
-    Reads headers and config.json, and no weights.
+    Reads headers and config.json, and no weights. Of a known architecture it says whether names and shapes fit.
     """
     start_logging(log_level)
     options = DiscoveryOptions(load_format=served_format(load_format), allow_pt_fallback=pt_fallback)
@@ -45,6 +45,7 @@ def _to_json(found: Inspection) -> dict[str, object]:
         "index": found.index,
         "architecture": found.architecture,
         "has_tree": found.has_tree,
+        "refusal": found.refusal,
         "revision": found.revision,
         "files": [{"name": file.name, "bytes": file.nbytes, "tensors": file.num_tensors} for file in found.files],
         "tensors": found.num_tensors,
@@ -66,9 +67,10 @@ def _diagnostic_json(diagnostic: Diagnostic) -> dict[str, object]:
 
 
 def _print(found: Inspection) -> None:
-    table = Table("file, in reading order", "tensors", "size", box=None, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = Table(box=None, pad_edge=False)
+    table.add_column("file, in reading order", overflow="fold")
+    table.add_column("tensors", justify="right", no_wrap=True)
+    table.add_column("size", justify="right", no_wrap=True)
     for file in found.files:
         table.add_row(file.name, "?" if file.num_tensors is None else str(file.num_tensors), human_bytes(file.nbytes))
     stdout.print(table, highlight=False)
@@ -76,9 +78,13 @@ def _print(found: Inspection) -> None:
     by_dtype = ", ".join(f"{human_bytes(nbytes)} {dtype}" for dtype, nbytes in found.dtypes.items())
     listed = f"listed by {found.index}" if found.index else "without an index"
     tree = "can be cut for --tp/--pp/--ep" if found.has_tree else "loads by checkpoint names, whole"
-    stdout.print(
-        f"{len(found.files)} {found.container} files {listed}: {tensors}, {by_dtype or human_bytes(found.nbytes)}"
-    )
-    stdout.print(f"model: {found.architecture or 'no config.json names one'}, {tree}")
-    for diagnostic in found.diagnostics:
-        stdout.print(f"\n{render(diagnostic)}", markup=False, highlight=False)
+    count = f"1 {found.container} file" if len(found.files) == 1 else f"{len(found.files)} {found.container} files"
+    lines = [
+        f"{count} {listed}: {tensors}, {by_dtype or human_bytes(found.nbytes)}",
+        f"model: {found.architecture or 'no config.json names one'}, {tree}",
+        *([f"a load for a topology would be refused: {found.refusal}"] if found.refusal else []),
+        # What the line above has said is not said again.
+        *(f"\n{(advice if odd.detail == found.refusal else render)(odd)}" for odd in found.diagnostics),
+    ]
+    for line in lines:
+        stdout.print(line, markup=False, highlight=False, soft_wrap=True)

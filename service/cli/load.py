@@ -15,7 +15,7 @@ import typer
 from weightwire.service.cli import flags
 from weightwire.service.cli.output import byte_bar, fail, human_bytes, print_json, progress_bar, start_logging, stdout
 from weightwire.service.cli.signals import on_signal
-from weightwire.service.cli.topology import build_options, chosen_ranks, chosen_topology
+from weightwire.service.cli.topology import build_options, check_unused, chosen_ranks, chosen_topology
 from weightwire.transfer.checkpoint import Checkpoint, DiscoveryOptions, find_checkpoint
 from weightwire.transfer.checkpoint.formats import LoadFormat, served_format
 from weightwire.transfer.control import Control
@@ -117,6 +117,7 @@ def load(
         sink = _Sink(folder=save, shows_progress=not json)
         with on_signal(lambda: control.cancel("stopped by a signal")):
             if topology is None:
+                check_unused(rank=rank, options=options)
                 done.append(_load_plain(request, control, sink, tuple(exclude or ())))
             elif exclude:
                 raise SettingsError(
@@ -200,9 +201,10 @@ def _print(done: list[_Loaded], *, seconds: float, as_json: bool) -> None:
         return
     for loaded in done:
         rate = human_bytes(loaded.bytes_read / loaded.seconds) if loaded.seconds else "0 B"
-        constant = f", {loaded.constant} of constants" if loaded.constant else ""
-        skipped = f", {loaded.skipped} names not for it" if loaded.skipped else ""
+        constant = f", {loaded.constant} hold no checkpoint values" if loaded.constant else ""
+        skipped = f", {loaded.skipped} names left out" if loaded.skipped else ""
         stdout.print(
             f"rank {loaded.rank}: loaded {loaded.loaded} tensors{constant}{skipped}, {human_bytes(loaded.bytes_read)} "
-            f"in {loaded.seconds:.1f} s ({rate}/s)"
+            f"in {loaded.seconds:.1f} s ({rate}/s)",
+            soft_wrap=True,
         )

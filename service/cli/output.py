@@ -61,10 +61,12 @@ def error_json(error: TransferError) -> dict[str, object]:
 
 
 def print_error(error: TransferError) -> None:
+    # Terminals break lines at words; a log file keeps each as one, so that it can be searched.
+    soft_wrap = not stderr.is_terminal
     stderr.print(f"[bold red]error[/] [bold]{error.code}[/]: ", end="")
-    stderr.print(str(error), markup=False, highlight=False)
+    stderr.print(str(error), markup=False, highlight=False, soft_wrap=soft_wrap)
     if (known := diagnostic_of(error)) is not None:
-        stderr.print(advice(known), markup=False, highlight=False)
+        stderr.print(advice(known), markup=False, highlight=False, soft_wrap=soft_wrap)
 
 
 def fail(error: TransferError, *, as_json: bool, facts: dict[str, object] | None = None) -> int:

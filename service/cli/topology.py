@@ -41,6 +41,23 @@ def chosen_ranks(rank: str, topology: Topology) -> range:
     return range(int(rank), int(rank) + 1)
 
 
+def check_unused(*, rank: str, options: BuildOptions) -> None:
+    """Refuse flags that mean something only for a topology, where none was chosen.
+
+    Raises:
+        SettingsError: Naming them.
+    """
+    given = {
+        "--rank": rank not in ("all", "0"),
+        "--vocab-multiple": options.vocab_multiple is not None,
+        "--pad-heads": options.pad_heads,
+        "--expert-map": options.expert_map is not None,
+    }
+    unused = [flag for flag, is_given in given.items() if is_given]
+    if unused:
+        raise SettingsError(f"{', '.join(unused)}: only for a topology, expected one of --tp, --pp, --ep too")
+
+
 def build_options(*, vocab_multiple: int | None, pad_heads: bool, expert_map: Path | None) -> BuildOptions:
     """How shells are laid out.
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import safetensors
@@ -57,10 +58,12 @@ def write_file(path: Path, tensors: Mapping[str, Content]) -> None:
         file.writelines(tensor.data for tensor in tensors.values())
 
 
-def write_checkpoint(folder: Path, tensors: Mapping[str, Content]) -> Path:
+def write_checkpoint(
+    folder: Path, tensors: Mapping[str, Content], config: Mapping[str, object] = MappingProxyType({})
+) -> Path:
     """A folder with one weights file and a config; returns it."""
     write_file(folder / "model.safetensors", tensors)
-    (folder / "config.json").write_text(json.dumps({"model_type": "plain"}), "utf-8")
+    (folder / "config.json").write_text(json.dumps({"model_type": "plain", **config}), "utf-8")
     return folder
 
 
@@ -93,3 +96,42 @@ def large(*, mib: int = 48, seed: int = 1) -> dict[str, Content]:
         tensors[f"layers.{layer}.mlp.weight"] = content("BF16", rows, 1024, seed=seed + layer)
         tensors[f"layers.{layer}.scale"] = content("F32", seed=seed + layer)
     return tensors
+
+
+# A decoder as its config.json describes it: two layers, 4 query and 2 key-value heads of 4, 21 words.
+DECODER: Mapping[str, object] = MappingProxyType(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 21,
+        "dtype": "bfloat16",
+    }
+)
+EXPERTS: Mapping[str, object] = MappingProxyType(
+    {**DECODER, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "moe_intermediate_size": 6}
+)
+
+
+def decoder(*, num_experts: int = 0) -> dict[str, Content]:
+    """The checkpoint that `DECODER` describes, or with experts in both layers `EXPERTS`."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (21, 16), "model.norm.weight": (16,), "lm_head.weight": (21, 16),
+    }  # fmt: skip
+    for layer in range(2):
+        path = f"model.layers.{layer}"
+        shapes |= {f"{path}.{norm}_layernorm.weight": (16,) for norm in ("input", "post_attention")}
+        shapes |= {
+            f"{path}.self_attn.{part}_proj.weight": (rows, 16)
+            for part, rows in zip("qkvo", (16, 8, 8, 16), strict=True)
+        }
+        if num_experts:
+            shapes |= {f"{path}.self_attn.{part}_norm.weight": (4,) for part in "qk"}
+            shapes[f"{path}.mlp.gate.weight"] = (num_experts, 16)
+        for place, size in [(f"experts.{i}.", 6) for i in range(num_experts)] or [("", 24)]:
+            shapes |= {f"{path}.mlp.{place}{part}_proj.weight": (size, 16) for part in ("gate", "up")}
+            shapes[f"{path}.mlp.{place}down_proj.weight"] = (16, size)
+    return {name: content("BF16", *shape, seed=number) for number, (name, shape) in enumerate(shapes.items())}

@@ -86,7 +86,7 @@ def test_more_than_there_is_is_refused_with_the_sum(kernel: Path) -> None:
     check_memory(2000 * 1024, purpose="shells")
     with pytest.raises(AdmissionError, match=r"shells: needs 2048001 bytes of memory, 2048000") as caught:
         check_memory(2000 * 1024 + 1, purpose="shells")
-    assert caught.value.facts == {"needed_bytes": 2048001, "available_bytes": 2048000}
+    assert caught.value.facts == {"needed_bytes": 2048001, "available_bytes": 2048000, "diagnostic": "D12"}
 
 
 def test_this_machine_has_some_memory() -> None:
