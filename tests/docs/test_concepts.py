@@ -25,7 +25,7 @@ def test_session_prints_what_the_page_says() -> None:
 @pytest.mark.parametrize(
     "word",
     [
-        *("instance", "rank", "source", "target", "storage", "shell", "region", "placement", "manifest"),
+        *("instance", "rank", "source", "target", "storage", "shell", "region", "placement", "slot", "manifest"),
         *("layout fingerprint", "chunk", "plan", "binding", "ticket", "weight version", "transfer", "lease"),
     ],
 )
