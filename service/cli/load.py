@@ -31,7 +31,11 @@ from weightwire.transfer.shells import Shells
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Loaded:
-    """One rank's figures."""
+    """One rank's figures.
+
+    Attributes:
+        peak_rss_bytes: Of the process, until the rank was loaded.
+    """
 
     rank: int
     seconds: float
@@ -39,13 +43,14 @@ class _Loaded:
     loaded: int
     skipped: int
     constant: int
+    peak_rss_bytes: int
 
     def to_json(self) -> dict[str, object]:
         return {
             "rank": self.rank,
             "seconds": self.seconds,
             "bytes_read": self.bytes_read,
-            "peak_rss_bytes": _peak_rss_bytes(),
+            "peak_rss_bytes": self.peak_rss_bytes,
             "tensors": {"loaded": self.loaded, "skipped": self.skipped, "constant": self.constant},
         }
 
@@ -126,7 +131,7 @@ def load(
             else:
                 done.extend(_load_ranks(request, chosen_ranks(rank, topology), control, sink))
     except TransferError as error:
-        return fail(error, as_json=json, facts={"seconds": time.monotonic() - began, "ranks": _ranks_json(done)})
+        return fail(error, as_json=json, facts=_to_json(done, seconds=time.monotonic() - began))
     _print(done, seconds=time.monotonic() - began, as_json=json)
     return 0
 
@@ -154,7 +159,10 @@ def _load_plain(request: TreeRequest, control: Control, sink: _Sink, exclude: tu
     seconds = time.monotonic() - began
     sink.save(lambda: shells)
     loaded = len(shells.manifest.tensors)
-    return _Loaded(rank=0, seconds=seconds, bytes_read=bytes_read, loaded=loaded, skipped=skipped, constant=0)
+    return _Loaded(
+        rank=0, seconds=seconds, bytes_read=bytes_read, loaded=loaded, skipped=skipped, constant=0,
+        peak_rss_bytes=_peak_rss_bytes(),
+    )  # fmt: skip
 
 
 def _load_ranks(request: TreeRequest, ranks: range, control: Control, sink: _Sink) -> Iterator[_Loaded]:
@@ -176,6 +184,7 @@ def _figures(found: RankLoad) -> _Loaded:
         loaded=found.num_loaded,
         skipped=sum(count for outcome, count in counts.items() if outcome is not Outcome.PLACED),
         constant=found.num_constant,
+        peak_rss_bytes=_peak_rss_bytes(),
     )
 
 
@@ -184,20 +193,23 @@ def _peak_rss_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _ranks_json(done: list[_Loaded]) -> list[dict[str, object]]:
-    return [loaded.to_json() for loaded in done]
-
-
-def _print(done: list[_Loaded], *, seconds: float, as_json: bool) -> None:
-    bytes_read = sum(loaded.bytes_read for loaded in done)
-    if as_json:
-        tensors = {
+def _to_json(done: list[_Loaded], *, seconds: float) -> dict[str, object]:
+    return {
+        "seconds": seconds,
+        "bytes_read": sum(loaded.bytes_read for loaded in done),
+        "peak_rss_bytes": _peak_rss_bytes(),
+        "tensors": {
             "loaded": sum(loaded.loaded for loaded in done),
             "skipped": sum(loaded.skipped for loaded in done),
             "constant": sum(loaded.constant for loaded in done),
-        }
-        whole = {"seconds": seconds, "bytes_read": bytes_read, "peak_rss_bytes": _peak_rss_bytes(), "tensors": tensors}
-        print_json({**whole, "ranks": _ranks_json(done), "error": None})
+        },
+        "ranks": [loaded.to_json() for loaded in done],
+    }
+
+
+def _print(done: list[_Loaded], *, seconds: float, as_json: bool) -> None:
+    if as_json:
+        print_json({**_to_json(done, seconds=seconds), "error": None})
         return
     for loaded in done:
         rate = human_bytes(loaded.bytes_read / loaded.seconds) if loaded.seconds else "0 B"

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -20,6 +21,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.faults.checkpoints import DECODER, decoder, write_checkpoint
 from weightwire.service.cli.main import run
 
 ROOT = Path(__file__).parents[2]
@@ -122,6 +124,11 @@ def answers(tmp_path_factory: pytest.TempPathFactory, without_variables: None) -
         found["status of a transfer"] = finished("status", transfer, *here[:2])
         found["cancel"] = finished("cancel", transfer, *here[:2])
         found["load"] = finished("load", str(checkpoint), "--exclude", "norm.*")
+        model = write_checkpoint(folder / "model", decoder(), DECODER)
+        found["load for a topology"] = finished("load", str(model), "--tp", "2")
+        found["load that failed"] = finished("load", str(model), "--tp", "3")
+        shutil.copy(model / "model.safetensors", model / "consolidated.safetensors")
+        found["inspect"] = finished("inspect", str(model))
         found["bench pull"] = finished("bench", "pull", "--mib", "1")
         found["pull --serve"] = stack.enter_context(started(*pull, "--serve"))
         yield found

@@ -39,7 +39,10 @@ def test_example_has_the_keys_that_the_command_prints(name: str, answers: Mappin
 
 @pytest.mark.parametrize(
     ("name", "code"),
-    [("pull", 0), ("plan", 0), ("status", 0), ("load", 0), ("pull that failed", 1), ("wrong usage", 2)],
+    [
+        *(("pull", 0), ("plan", 0), ("status", 0), ("load", 0), ("load for a topology", 0), ("inspect", 0)),
+        *(("pull that failed", 1), ("load that failed", 1), ("wrong usage", 2)),
+    ],
 )
 def test_command_ends_with_the_documented_exit_code(name: str, code: int, answers: Mapping[str, Answer]) -> None:
     assert answers[name].code == code

@@ -173,8 +173,10 @@ def test_rank_that_cannot_be_filled_is_not_saved(lab: Lab, tmp_path: Path) -> No
     assert outcome.error["code"] == "slots_unfilled"
     assert outcome.error["diagnostic"] == "D03"
     assert outcome.error["unfilled"] == ["model.layers.1.self_attn.qkv_proj.weight[v]"]
+    assert answer.keys() == {"seconds", "bytes_read", "peak_rss_bytes", "tensors", "ranks", "error"}
     # The first stage was complete before the second one was looked at.
     assert [rank["rank"] for rank in cast("list[Json]", answer["ranks"])] == [0]
+    assert cast(Json, answer["tensors"])["loaded"] == 7
     assert [path.name for path in out.iterdir()] == ["rank-0.safetensors"]
 
 
