@@ -169,6 +169,11 @@ def config_of(source: Members) -> ModelConfig:
     )
 
 
+# Each layer and expert becomes objects before its memory is asked about: a hostile number would never come to an end.
+# Published models stay below 200 layers and 1,000 experts.
+_MOST = {"num_hidden_layers": 4096, "num_experts": 65536, "num_local_experts": 65536, "n_routed_experts": 65536}
+
+
 class _Fields:
     """Typed access to the members of a configuration; a null counts as absent."""
 
@@ -206,6 +211,9 @@ class _Fields:
             return None
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise _refusal(name, value, "a positive integer")
+        most = _MOST.get(name)
+        if most is not None and value > most:
+            raise _refusal(name, value, f"at most {most}")
         return value
 
     def flag(self, name: str) -> bool | None:

@@ -162,3 +162,17 @@ def test_fp8_of_half_a_fused_layer_is_refused() -> None:
     fp8 = Fp8Config(unconverted=("model.layers.0.self_attn.q_proj",))
     with pytest.raises(ConfigError, match="q_proj"):
         fp8.converts("model.layers.0.self_attn", ("q_proj", "k_proj", "v_proj"))
+
+
+@pytest.mark.parametrize("field", ["num_hidden_layers", "num_experts"])
+def test_numbers_that_would_never_come_to_an_end_are_refused(field: str) -> None:
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "vocab_size": 8,
+    }
+    members = {"architectures": ["Qwen3MoeForCausalLM"], **sizes, "moe_intermediate_size": 8, field: 10**9}
+    with pytest.raises(ConfigError, match=f"'{field}' is 1000000000, expected at most"):
+        parse_config(members)
