@@ -48,9 +48,10 @@ class Region:
         """One past the highest element index; `offset` for a region without elements."""
         if 0 in self.shape:
             return self.offset
-        if len(self.shape) == 1:
-            return self.offset + (self.shape[0] - 1) * self.strides[0] + 1
-        return self.offset + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True)) + 1
+        last = self.offset
+        for size, stride in zip(self.shape, self.strides, strict=True):
+            last += (size - 1) * stride
+        return last + 1
 
     @property
     def is_contiguous(self) -> bool:

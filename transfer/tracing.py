@@ -5,8 +5,8 @@ tensor into a shell is recorded and not executed, a fill likewise; views need no
 shape and strides through any chain of them. No shell byte changes.
 
 What cannot be known is *opaque* and never guessed: a source that was computed, a checkpoint tensor that the loader
-wrote to, a shell that was read back, rebound or written by another operator. An opaque shell goes through the ordinary
-loader, with all checkpoint tensors that feed it.
+wrote to, either side seen as another dtype, a shell that was read back, rebound or written by another operator. An
+opaque shell goes through the ordinary loader, with all checkpoint tensors that feed it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,7 +27,7 @@ from weightwire.transfer.regions import Region
 LoadWeights = Callable[[Iterator[tuple[str, torch.Tensor]]], object]
 
 _aten = torch.ops.aten
-_READS_VALUES = ("aten._local_scalar_dense.default", "aten.equal.default", "aten.is_nonzero.default")
+_READS_VALUES = (_aten._local_scalar_dense.default, _aten.equal.default, _aten.is_nonzero.default)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +128,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch an
         self._keys = {name: _key(shell) for name, shell in shells.items()}
         self._alive: list[torch.Tensor] = list(shells.values())
         self._sources: dict[int, str] = {}
+        # Of checkpoint tensors and first shells alike: what their elements are.
+        self._dtypes = {key: shells[name].dtype for key, name in self._owners.items()}
         self._taints: dict[int, frozenset[str]] = {}
         self._events: list[TracedCopy | TracedFill] = []
         self._opaque: dict[str, str] = {}
@@ -143,7 +144,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch an
     def feed(self, checkpoint: Iterable[CheckpointSpec]) -> Iterator[tuple[str, torch.Tensor]]:
         for spec in checkpoint:
             tensor = torch.empty(spec.shape, dtype=dtype_named(spec.dtype).torch_dtype, device="meta")
-            self._sources[_key(tensor)] = spec.name
+            key = _key(tensor)
+            self._sources[key], self._dtypes[key] = spec.name, tensor.dtype
             self._alive.append(tensor)
             self._used.add(spec.name)
             yield spec.name, tensor
@@ -182,6 +184,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch an
         kwargs: dict[str, object] | None = None,
     ) -> object:
         kwargs = kwargs or {}
+        if func.is_view:
+            return self._view(func, args, kwargs)
         if func is _aten.copy_.default:
             target, source = args[:2]
             if isinstance(target, torch.Tensor) and isinstance(source, torch.Tensor) and _key(target) in self._owners:
@@ -200,12 +204,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch an
         if key in self._taints or key not in self._sources:
             self._refuse(shell, "computed: the copied tensor is not a view of a checkpoint tensor", self._names(source))
             return
+        if not self._is_as_stored(source) or not self._is_as_stored(target):
+            self._refuse(shell, "reinterpreted: the copy sees one side as another dtype", self._names(source))
+            return
         self._events.append(
             TracedCopy(
                 shell=shell,
                 target=_region(target),
                 name=self._sources[key],
-                source=_region(source.expand(target.shape)),
+                source=_region(source if source.shape == target.shape else source.expand(target.shape)),
                 is_cast=source.dtype != target.dtype,
             )
         )
@@ -214,33 +221,61 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch an
         shell = self._owners[_key(target)]
         if isinstance(value, torch.Tensor):
             self._refuse(shell, "computed: filled with the value of a tensor", self._names(value))
-            return
-        self._events.append(TracedFill(shell=shell, target=_region(target), value=float(cast(float, value))))
+        elif not isinstance(value, (bool, int, float)) or (isinstance(value, int) and int(float(value)) != value):
+            self._refuse(shell, f"filled with {value}, which is no float", ())
+        elif not self._is_as_stored(target) and (value or target.itemsize != self._dtypes[_key(target)].itemsize):
+            self._refuse(shell, "reinterpreted: the fill sees the shell as another dtype", ())
+        else:
+            self._events.append(TracedFill(shell=shell, target=_region(target), value=float(value)))
+
+    def _is_as_stored(self, view: torch.Tensor) -> bool:
+        """Whether a view's elements are those of its storage, not bits of them, their negatives or conjugates."""
+        return view.dtype == self._dtypes[_key(view)] and not view.is_neg() and not view.is_conj()
+
+    def _view(self, func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """Tensors are known by their storages, so that a view needs nothing; some operators may copy instead."""
+        result, of = func(*args, **kwargs), args[0]
+        is_view = isinstance(result, torch.Tensor) and isinstance(of, torch.Tensor) and _key(result) == _key(of)
+        return result if is_view else self._computed(result, (args, kwargs))
 
     def _run(self, func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Any other operator: executed, unless it would write to a shell; what it computes is tainted."""
         inputs = list(_tensors((args, kwargs)))
-        reached = frozenset[str]().union(*(self._names(tensor) for tensor in inputs))
-        if str(func) in _READS_VALUES and (reached or any(_key(tensor) in self._owners for tensor in inputs)):
+        if not inputs:
+            return func(*args, **kwargs)
+        reached = self._reached(inputs)
+        if func in _READS_VALUES and (reached or any(_key(tensor) in self._owners for tensor in inputs)):
             raise PlacementError(
                 f"checkpoint tensors {sorted(reached)}: the loader asks for a value ({func}), expected only views and "
                 "copies; it cannot be traced",
                 tensor=next(iter(sorted(reached)), None),
             )
-        for tensor in _written(func, args, kwargs):
+        written = _written(func, args, kwargs) if func._schema.is_mutable else []
+        for tensor in written:
             if _key(tensor) in self._owners:
                 self._refuse(self._owners[_key(tensor)], f"written by {func}", reached)
-                return tensor
-            self._taint(tensor, reached)
-            if reached and not tensor.is_meta:
-                # Real memory of the loader's own, and nothing real to write into it.
-                return tensor
-        result = func(*args, **kwargs)
-        reads_shell = any(_key(tensor) in self._owners for tensor in inputs)
-        for tensor in _tensors(result):
-            if _key(tensor) not in self._sources and _key(tensor) not in self._owners and (reached or reads_shell):
+            else:
                 self._taint(tensor, reached)
+        # Shells stay as they are; into real memory of the loader's own there is nothing real to write.
+        if any(_key(tensor) in self._owners or (reached and not tensor.is_meta) for tensor in written):
+            return written[0] if func._schema.returns else None
+        return self._computed(func(*args, **kwargs), inputs)
+
+    def _computed(self, result: object, inputs: object) -> object:
+        """Taint what an operator made."""
+        results = list(_tensors(result))
+        if not results:
+            return result
+        found = list(_tensors(inputs))
+        reached = self._reached(found)
+        if reached or any(_key(tensor) in self._owners for tensor in found):
+            for tensor in results:
+                if _key(tensor) not in self._sources and _key(tensor) not in self._owners:
+                    self._taint(tensor, reached)
         return result
+
+    def _reached(self, tensors: Iterable[torch.Tensor]) -> frozenset[str]:
+        return frozenset[str]().union(*(self._names(tensor) for tensor in tensors))
 
     def _taint(self, tensor: torch.Tensor, reached: frozenset[str]) -> None:
         if reached or _key(tensor) in self._sources:
@@ -283,10 +318,11 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
         yield from _tensors(tuple(value.values()))
 
 
-def _written(
-    func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]
-) -> Iterator[torch.Tensor]:
+def _written(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[torch.Tensor]:
     """The arguments that the operator writes to, by its schema."""
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from _tensors(args[index] if index < len(args) else kwargs.get(argument.name))
+    return [
+        tensor
+        for index, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for tensor in _tensors(args[index] if index < len(args) else kwargs.get(argument.name))
+    ]

@@ -99,6 +99,12 @@ OPAQUE: list[tuple[str, Write]] = [
     ("a checkpoint tensor that is zeroed first", lambda p, w: p.copy_(w.zero_())),
     ("a copy by way of a scratch tensor", lambda p, w: p.copy_(torch.empty(4, 6).copy_(w))),
     ("a fill with a tensor's value", lambda p, w: p.fill_(w[0, 0])),
+    ("both sides seen as integers", lambda p, w: p.view(torch.int32).copy_(w.view(torch.int32))),
+    ("a checkpoint tensor seen as integers", lambda p, w: p.copy_(w.view(torch.int32))),
+    ("negatives without a computation", lambda p, w: p.copy_(torch._neg_view(w))),
+    ("a fill of the shell seen as integers", lambda p, w: p.view(torch.int32).fill_(1)),
+    ("a fill with an integer that no float is", lambda p, w: p.fill_((1 << 60) + 1)),
+    ("a list of copies", lambda p, w: torch._foreach_copy_([p], [w])),
 ]
 
 
@@ -109,6 +115,36 @@ def test_what_cannot_be_known_is_opaque_and_changes_nothing(write: Write) -> Non
     assert set(trace.opaque) == {"p"}
     assert not trace.events
     assert shell.eq(-1).all()
+
+
+def test_a_list_of_writes_makes_all_of_its_shells_opaque() -> None:
+    shells = {"a": torch.zeros(4, 6), "b": torch.zeros(4, 6)}
+
+    def load(pairs: Pairs) -> None:
+        for _, tensor in pairs:
+            torch._foreach_copy_(list(shells.values()), [tensor, tensor])
+
+    trace = trace_placement(load, shells, SPECS)
+    assert trace.feeds == {"a": {"w"}, "b": {"w"}}
+    assert not any(shell.any() for shell in shells.values())
+
+
+def test_zero_bytes_are_zeros_in_a_dtype_that_has_no_fill() -> None:
+    (fill,) = traced(lambda p, w: p.view(torch.uint8).zero_(), torch.empty(4, 6, dtype=torch.float4_e2m1fn_x2)).events
+    assert fill == TracedFill(shell="p", target=row_major((4, 6)), value=0)
+
+
+def test_what_a_view_operator_copied_after_all_is_computed() -> None:
+    def write(p: torch.Tensor, w: torch.Tensor) -> None:
+        # Without autograd's keys the operator arrives whole, and says of itself that it gives a view.
+        with torch.inference_mode():
+            p.copy_(w.t().reshape(4, 6))
+
+    with torch.inference_mode():
+        shell = torch.empty(4, 6)
+    trace = traced(write, shell)
+    assert "computed" in trace.opaque["p"]
+    assert trace.feeds == {"p": {"w"}}
 
 
 def test_an_opaque_shell_names_all_that_feeds_it() -> None:

@@ -50,10 +50,9 @@ def write_all(writes: Iterable[Write], *, name: str, casts: CastPolicy) -> None:
     with torch.no_grad():
         for write in decided:
             if write.piece is None:
-                _as_bytes_if_packed(write.shell).zero_()
+                as_bytes_if_packed(write.shell).zero_()
             elif write.piece.numel():
-                # Only shapes of one element differ here, as () and (1,): a view, so the source stays known (L93).
-                write.shell.copy_(write.piece.view(write.shell.shape))
+                write.shell.copy_(_of_shape(write.piece, write.shell.shape))
 
 
 def _check_fits(shell: torch.Tensor, piece: torch.Tensor, *, name: str, casts: CastPolicy) -> None:
@@ -62,8 +61,13 @@ def _check_fits(shell: torch.Tensor, piece: torch.Tensor, *, name: str, casts: C
     casts.check(name, piece.dtype, shell.dtype)
 
 
-def _as_bytes_if_packed(view: torch.Tensor) -> torch.Tensor:
-    # Torch has no fill for the packed float4, whose zeros are zero bytes.
+def _of_shape(piece: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    # Only shapes of one element differ here, as () and (1,): a view, so the source stays known (L93).
+    return piece if piece.shape == shape else piece.view(shape)
+
+
+def as_bytes_if_packed(view: torch.Tensor) -> torch.Tensor:
+    """A view to be filled with zeros: torch has no fill for the packed float4, whose zeros are zero bytes."""
     return view.view(torch.uint8) if view.dtype == torch.float4_e2m1fn_x2 else view
 
 

@@ -19,7 +19,7 @@ from weightwire.transfer.checkpoint.regions_on_disk import DEFAULT_THREADS, Disk
 from weightwire.transfer.checkpoint.specs import specs_of
 from weightwire.transfer.control import Control
 from weightwire.transfer.errors import SlotsError
-from weightwire.transfer.loading.base_loaders import loader_of
+from weightwire.transfer.loading.base_loaders import as_bytes_if_packed, loader_of
 from weightwire.transfer.loading.landing import Landing, land_all, look_at_optional
 from weightwire.transfer.loading.ledger import SlotLedger, required_slots
 from weightwire.transfer.loading.loop import Described, UnexpectedPolicy, account, check_report, walk_tree
@@ -85,7 +85,8 @@ def load_direct(
         on_bytes: Called with the bytes of each step that is done, one call at a time.
 
     Raises:
-        PlacementError: If a tensor does not fit its shell; nothing was written.
+        PlacementError: If a tensor does not fit its shell; nothing was written, except where a loader that looks at
+            values says so: it is asked when all other shells are filled.
         NamesError: If names have no place; nothing was written.
         SlotsError: If a slot or an element has no origin; nothing was written.
         CheckpointError: If the files do not deliver what their headers say.
@@ -170,7 +171,7 @@ class _Loading:
         again = set(self.found.overwritten)
         for event in self.found.events:
             if isinstance(event, TracedFill) and event.shell not in again:
-                self._view(event).fill_(event.value)
+                as_bytes_if_packed(self._view(event)).fill_(event.value)
         copies = (
             DiskCopy(name=event.name, source=event.source, target=self._view(event))
             for event in self.found.copies
@@ -180,7 +181,7 @@ class _Loading:
         for event in self.found.events:
             # Writes to the same elements: in the loader's own order, one after the other.
             if event.shell in again and isinstance(event, TracedFill):
-                self._view(event).fill_(event.value)
+                as_bytes_if_packed(self._view(event)).fill_(event.value)
             elif event.shell in again and isinstance(event, TracedCopy):
                 count += self._read([DiskCopy(name=event.name, source=event.source, target=self._view(event))])
         return count + self._load_by_value()

@@ -136,13 +136,14 @@ def walk_tree(model: nn.Module, pairs: Iterable[Pair], rules: WalkRules | None =
     if not isinstance(model, Described):
         yield from walk(model, pairs, rules or EVERYTHING)
         return
-    tables = model.tables
+    tables, resolver = model.tables, model.resolver()
     rules = rules or walk_rules(model)
     for dropped, group in groupby(pairs, key=lambda pair: tables.mapper.apply(pair[0]) is None):
         if dropped:
             yield from (Landing(outcome=NameOutcome(name=n, outcome=Outcome.DROPPED, rule="L72")) for n, _ in group)
         else:
-            yield from _walk_renamed(model, group, rules, tables.mapper)
+            found = _walk_renamed(model, group, rules, tables.mapper)
+            yield from (_last_word(landing, resolver) for landing in found)
 
 
 def _walk_renamed(
@@ -162,22 +163,33 @@ def _walk_renamed(
         yield landing if source is None else replace(landing, outcome=replace(landing.outcome, name=source))
 
 
+def _last_word(landing: Landing, resolver: Resolver) -> Landing:
+    """The whole model's tables drop some names for which no module is there to be asked: scales, an indexer's."""
+    if landing.outcome.outcome not in (Outcome.UNEXPECTED, Outcome.SKIPPED_OPTIONAL):
+        return landing
+    decided = resolver.resolve(landing.outcome.name)
+    return Landing(outcome=decided) if decided.outcome is Outcome.DROPPED else landing
+
+
 def walk_rules(model: Described) -> WalkRules:
     """What the tables of a tree say about whole names, for a walk."""
     tables = model.tables
     embedding = f"{tables.embedding}.weight"
     heads = [found.target for found in model.resolver().resolve_all(embedding) if found.rule == "L77" and found.target]
     return WalkRules(
-        skip_prefixes=(*tables.skip_prefixes, *((f"{tables.head}.",) if tables.tied else ())),
         skip_substrs=tables.skip_substrings,
         ignore_unexpected_suffixes=tables.optional_suffixes,
         also=dict.fromkeys([embedding], heads[0]) if heads else {},
-        drop_rule=lambda name: _foreign(name, tables, needs_embedding=bool(heads)),
+        drop_rule=lambda name: _rule_against(name, tables, needs_embedding=bool(heads)),
     )
 
 
-def _foreign(name: str, tables: NameTables, *, needs_embedding: bool) -> str | None:
-    """The rule by which a name belongs to another pipeline stage."""
+def _rule_against(name: str, tables: NameTables, *, needs_embedding: bool) -> str | None:
+    """The rule by which a name is left out before its place is looked for: unwanted, or another pipeline stage's."""
+    if any(is_within(name, path) for path in tables.skip_prefixes):
+        return "L76"
+    if tables.tied and is_within(name, tables.head):
+        return "L77"
     if is_foreign_final_norm(name, tables.final_norm, owned=tables.owns_final_norm):
         return "L69"
     layer = layer_of(name, tables.decoder)

@@ -186,8 +186,10 @@ class Resolver:
 
     def _decide(self, source: str) -> tuple[int, tuple[NameOutcome, ...]]:
         query = Query(source=source, mapped=self._tables.mapper.apply(source))
-        decided = ((index, step.decide(self, query)) for index, step in enumerate(STEPS))
-        return next((index, outcomes) for index, outcomes in decided if outcomes)
+        for index, step in enumerate(STEPS):
+            if outcomes := step.decide(self, query):
+                return index, outcomes
+        raise AssertionError("the last step always answers")
 
     def _mapped_away(self, query: Query) -> Outcomes:
         return query.drops("L72") if query.mapped is None else PASS

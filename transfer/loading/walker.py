@@ -7,6 +7,7 @@ has a `load_weights` and is handed its tensors under relative names.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Protocol, TypeAlias, TypeGuard, runtime_checkable
@@ -14,7 +15,7 @@ from typing import Protocol, TypeAlias, TypeGuard, runtime_checkable
 import torch
 from torch import nn
 
-from weightwire.transfer.errors import NamesError
+from weightwire.transfer.errors import NamesError, PlacementError
 from weightwire.transfer.loading.drops import is_rotary_cache
 from weightwire.transfer.loading.landing import Landing, fill_slot, joined, land, look_at_optional
 from weightwire.transfer.loading.module_shells import has_shell, own_shell, shell_at
@@ -152,8 +153,10 @@ def _loads_itself(child: nn.Module | None) -> TypeGuard[SelfLoading]:
 
 
 def _first_part(module: nn.Module, name: str) -> str:
-    # A flat tree has names with dots.
-    return name if name in module._parameters or name in module._buffers else name.partition(".")[0]
+    # A flat tree has names with dots. And a name with an empty part leads nowhere: left out, `norm.weight.` would be
+    # `norm.weight`.
+    is_whole = name in module._parameters or name in module._buffers or "" in name.split(".")
+    return name if is_whole else name.partition(".")[0]
 
 
 def _dropped(name: str, rule: str) -> Landing:
@@ -171,12 +174,22 @@ def _ask(child: SelfLoading, pairs: Iterable[Pair], path: str) -> Iterator[Landi
             yield pair
 
     source = counted()
-    for landing in child.load_weights(source):
-        answered += 1
-        yield landing.below(path)
+    with _inside(path):
+        for landing in child.load_weights(source):
+            answered += 1
+            yield landing.below(path)
     left = [joined(path, name) for name, _ in source]
     if left or answered != given:
         raise NamesError(
             f"module {path!r}: load_weights answered for {answered} of {given} tensors, expected one outcome for each",
             unexpected=left,
         )
+
+
+@contextmanager
+def _inside(path: str) -> Iterator[None]:
+    """A module knows only the ends of its names: without its path an error would not say in which layer it was."""
+    try:
+        yield
+    except PlacementError as error:
+        raise PlacementError(f"module {path!r}: {error}", **{**error.facts, "module": path}) from error

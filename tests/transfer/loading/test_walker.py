@@ -210,6 +210,15 @@ def test_module_that_does_not_answer_for_every_tensor_is_refused(child: nn.Modul
         list(walk(tree(a=child), [("a.q", EMPTY), ("a.k", EMPTY)]))
 
 
+# L53, L74
+@pytest.mark.parametrize("name", ["a.weight.", "a..weight", ".a.weight", "a.", ".", "..", "b.q.", "b..q"])
+def test_name_with_an_empty_part_is_no_other_name(name: str) -> None:
+    rules = WalkRules(also={"a.weight": "c.weight"})
+    model = tree(a=linear(), b=Recording(), c=linear())
+    (landing,) = walk(model, [(name, torch.zeros(2, 2))], rules)
+    assert (landing.outcome.name, landing.outcome.outcome) == (name, Outcome.UNEXPECTED)
+
+
 # L77
 def test_tied_head_that_is_the_embedding_needs_nothing() -> None:
     model = tree(embed=nn.Embedding(3, 2), head=nn.Linear(2, 3, bias=False))

@@ -25,6 +25,8 @@ from weightwire.transfer.errors import (
     SlotsError,
     TopologyError,
 )
+from weightwire.transfer.loading.base_loaders import Write, write_all
+from weightwire.transfer.loading.casts import SAME_DTYPE
 from weightwire.transfer.loading.direct import DirectLoad, load_direct
 from weightwire.transfer.loading.module_shells import shells_of
 from weightwire.transfer.loading.outcomes import Outcome
@@ -35,6 +37,7 @@ from weightwire.transfer.manifest import Topology
 from weightwire.transfer.models import BuildOptions, ParameterTree
 from weightwire.transfer.tracing import trace_placement
 
+_PACKED = torch.float4_e2m1fn_x2
 SavedBy = Callable[[str], Saved]
 TOPOLOGIES = [
     ("llama", Topology()),
@@ -376,6 +379,44 @@ class _InPart(_Sorted):
     def load(self, shell: torch.Tensor, tensor: torch.Tensor, slot: SlotId, *, name: str) -> tuple[SlotId, ...]:
         shell[:1].copy_(tensor[:1])
         return (slot,)
+
+
+@dataclass(frozen=True, slots=True)
+class _Zeroed(_Sorted):
+    """Padding alone, in a dtype that torch cannot fill: a rank beyond the end of a tensor."""
+
+    is_traceable = True
+
+    def load(self, shell: torch.Tensor, tensor: torch.Tensor, slot: SlotId, *, name: str) -> tuple[SlotId, ...]:
+        write_all([Write(shell, None)], name=name, casts=SAME_DTYPE)
+        return (slot,)
+
+
+def test_padding_of_packed_values_is_zero_bytes(tmp_path: Path) -> None:
+    module = _Described().half()
+    module.other = torch.nn.Parameter(torch.full((2, 3), 7, dtype=torch.uint8).view(_PACKED), requires_grad=False)
+    attach_loader(module.other, _Zeroed())
+    assert direct(module, save_plain(tmp_path)).num_constant == 1
+    assert not module.other.view(torch.uint8).any()
+
+
+@dataclass(frozen=True, slots=True)
+class _Reinterpreted(_Sorted):
+    """Takes bits, as loaders do whose kernel wants another dtype; the trace knows values."""
+
+    is_traceable = True
+
+    def load(self, shell: torch.Tensor, tensor: torch.Tensor, slot: SlotId, *, name: str) -> tuple[SlotId, ...]:
+        shell.copy_(tensor.view(torch.int16))
+        return (slot,)
+
+
+def test_bits_stay_the_bits_that_they_are(tmp_path: Path) -> None:
+    module = _Described().half()
+    module.other = torch.nn.Parameter(torch.zeros(2, 3, dtype=torch.int16), requires_grad=False)
+    attach_loader(module.other, _Reinterpreted())
+    direct(module, save_plain(tmp_path))
+    assert module.other.view(torch.half).view(-1).tolist() == [0, 1, 2, 3, 4, 5]
 
 
 # L05

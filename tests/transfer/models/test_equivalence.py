@@ -14,20 +14,24 @@ import pytest
 import torch
 
 from tests.transfer.models.conftest import Saved, differences, poisoned, ranks, same_bytes, write_folder
-from weightwire.transfer.errors import NamesError
+from weightwire.transfer.errors import NamesError, PlacementError
 from weightwire.transfer.loading.loop import load_weights
 from weightwire.transfer.loading.mappers import WeightsMapper
 from weightwire.transfer.loading.outcomes import Outcome
+from weightwire.transfer.loading.resolver import NameTables
 from weightwire.transfer.manifest import Topology
 from weightwire.transfer.models import (
+    Blueprint,
     BuildOptions,
     LlamaForCausalLM,
     ModelConfig,
     ParameterTree,
     architectures,
+    build_defaults,
     parse_config,
     registers_architecture,
 )
+from weightwire.transfer.ranks import RankPlace
 
 Tensors = Mapping[str, torch.Tensor]
 TOY: dict[str, object] = {
@@ -128,6 +132,16 @@ VARIANTS = {
     "k and v scales": Variant(extra=KV, options=BuildOptions(kv_scales=True)),
     "k and v scales that nobody wants": Variant(extra=KV),
     "old scales of the KV cache": Variant(extra=OLD_KV, options=BuildOptions(kv_scales=True)),
+    "names that have no module to be asked": Variant(
+        config={"tie_word_embeddings": True},
+        extra={
+            "lm_head": torch.zeros(1),
+            "model.layers.0.indexer.wk.weight": torch.zeros(1),
+            "model.layers.9.self_attn.kv_scale": torch.zeros(()),
+            "model.layers.9.self_attn.k_proj.k_scale": torch.zeros(()),
+            "model.layers.0.input_layernorm.v_scale": torch.zeros(()),
+        },
+    ),
     "biases of zeros and rotary tables": Variant(
         extra={
             "model.layers.0.self_attn.q_proj.bias": torch.zeros(8),
@@ -184,8 +198,30 @@ def test_both_ways_load_what_transformers_saved(family: str, topology: Topology,
         assert differences(first, second) == []
 
 
+# L76, L79
+def test_both_ways_skip_paths_and_not_names_that_begin_alike() -> None:
+    class Blind(LlamaForCausalLM):
+        def seal(self, tables: NameTables) -> None:
+            super().seal(replace(tables, skip_prefixes=("visual", "model.layers.1.extra.")))
+
+    skipped = ("visual", "visual.x", "model.layers.1.extra.weight")
+    kept = ("visualizer.x", "model.layers.1.extras.weight")
+    variant = Variant(extra={name: torch.zeros(1) for name in (*skipped, *kept)})
+    blueprint = Blueprint(
+        config=variant.parsed, place=RankPlace.of(variant.topology, 0), options=BuildOptions(), renames=WeightsMapper()
+    )
+    for central in (False, True):
+        with build_defaults("cpu", torch.bfloat16):
+            model = Blind(blueprint)
+        report = model.load_weights(variant.tensors().items(), central=central, unexpected="warn")
+        assert [o.name for o in report.outcomes if o.outcome is Outcome.DROPPED] == list(skipped)
+        assert report.unexpected == kept
+
+
 # L79, C3
-@pytest.mark.parametrize("unknown", ["model.layers.0.foo.weight", "model.layers.0.self_attn.q_porj.weight", "x"])
+@pytest.mark.parametrize(
+    "unknown", ["model.layers.0.foo.weight", "model.layers.0.self_attn.q_porj.weight", "x", "model.norm.weight."]
+)
 def test_both_ways_refuse_the_same_unknown_name(unknown: str) -> None:
     variant = Variant(extra={unknown: torch.zeros(8)})
     for central in (False, True):
@@ -202,6 +238,15 @@ def test_both_ways_may_be_told_to_warn_of_an_unknown_name(caplog: pytest.LogCapt
     second.load_weights(variant.tensors().items(), central=True, unexpected="warn")
     assert differences(first, second) == []
     assert caplog.text.count("model.layers.0.foo.weight") >= 2
+
+
+# L79, L92, D04
+@pytest.mark.parametrize("central", [False, True], ids=["by tables", "by a walk"])
+def test_both_ways_say_in_which_layer_a_tensor_does_not_fit(central: bool) -> None:
+    variant = Variant(extra={"model.layers.1.self_attn.k_proj.weight": torch.zeros(2, 8).bfloat16()})
+    with pytest.raises(PlacementError, match=r"model\.layers\.1\.self_attn.*qkv_proj\.weight.*Attempted") as caught:
+        loaded(variant, 0, variant.tensors().items(), central=central)
+    assert caught.value.facts["diagnostic"] == "D04"
 
 
 # L78
