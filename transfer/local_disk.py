@@ -9,7 +9,9 @@ import torch
 
 from weightwire.transfer.admission import check_memory
 from weightwire.transfer.checkpoint import Checkpoint, CheckpointFiles
+from weightwire.transfer.checkpoint.formats import ReaderOptions
 from weightwire.transfer.checkpoint.iteration import open_reader
+from weightwire.transfer.checkpoint.read_plan import ReadOptions, choose_reader
 from weightwire.transfer.checkpoint.reused_buffers import own
 from weightwire.transfer.checkpoint.specs import specs_of
 from weightwire.transfer.control import Control
@@ -67,6 +69,8 @@ def load_streamed(
 ) -> tuple[Shells, int, int]:
     """Shells of a checkpoint that has no byte ranges: each tensor as the reader gives it, by its own name.
 
+    Files are read into memory one after the other: shells outlive them, and a stop is seen after each.
+
     Args:
         files: What discovery found.
         identity: See `identity_of`.
@@ -78,6 +82,7 @@ def load_streamed(
 
     Raises:
         CheckpointNotFoundError: If the patterns leave nothing.
+        AdmissionError: If the files do not fit into memory; nothing was read.
         CheckpointError: If a file cannot be read, or is more than tensors by name.
     """
     left_out = set[str]()
@@ -87,11 +92,21 @@ def load_streamed(
             left_out.add(name)
         return name not in left_out
 
+    control.check()
+    check_memory(sum(file.stat().st_size for file in files.files), purpose=f"loading {identity.model!r}")
+    one_by_one = ReadOptions(mmap=False, threads=ReaderOptions(enable_multithread_load=False))
     tensors = dict[str, torch.Tensor]()
-    for name, tensor in open_reader(files).iterate(wanted):
+    for name, tensor in open_reader(files, choose_reader(one_by_one)).iterate(wanted):
         control.check()
-        tensors[name] = own(tensor).contiguous()
+        tensors[name] = _contiguous(own(tensor), name)
     if not tensors:
         raise CheckpointNotFoundError(f"checkpoint: no tensor is left after leaving out {list(exclude)}")
     shells = Shells.from_tensors(tensors, identity)
     return shells, sum(tensor.nbytes for tensor in tensors.values()), len(left_out)
+
+
+def _contiguous(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """`tensor`, or a packed copy of it: many a name may claim the same few bytes."""
+    if not tensor.is_contiguous():
+        check_memory(tensor.nbytes, purpose=f"packing {name!r}")
+    return tensor.contiguous()

@@ -6,6 +6,7 @@ through a reader and the ordinary loaders. Both end in the same shells.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -110,7 +111,7 @@ class TreeLoader:
     def _read_config(self) -> str:
         folder = self._request.folder if self._files is None else self._files.folder
         path = folder / CONFIG_NAME
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise ConfigError(f"folder {str(folder)!r}: has no {CONFIG_NAME}, expected one that names the architecture")
         return read_text(path, max_bytes=MAX_CONFIG_BYTES)
 

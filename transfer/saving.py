@@ -56,12 +56,26 @@ def check_destination(folder: Path, *, checkpoint: Path | None = None) -> None:
         SettingsError: If it is no folder, cannot be made or written, or is the checkpoint's own.
     """
     if checkpoint is not None:
-        own = checkpoint.parent if checkpoint.is_file() else checkpoint
-        if folder.resolve() == own.resolve():
+        own = checkpoint.parent if os.path.isfile(checkpoint) else checkpoint
+        # pathlib's `resolve` has errors of its own for links in a circle.
+        if os.path.realpath(folder) == os.path.realpath(own):
             raise SettingsError(f"folder {folder}: is the checkpoint's own, a second file of weights would spoil it")
-    nearest = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+    target = Path(os.path.realpath(folder))
+    try:
+        nearest = next(path for path in (target, *target.parents) if _is_there(path))
+    except OSError as error:
+        raise SettingsError(f"folder {folder}: cannot be looked at: {error.strerror}") from error
+    if not os.path.isdir(nearest) or not os.access(nearest, os.W_OK | os.X_OK):
         raise SettingsError(f"folder {folder}: {nearest} is no folder that this process may write to")
+
+
+def _is_there(path: Path) -> bool:
+    """Whether there is anything of that name, be it a link to nothing; what else the system says is raised."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def _pieces(shells: Shells, tensor: TensorEntry, on_bytes: Callable[[int], None]) -> Callable[[], Iterator[memoryview]]:

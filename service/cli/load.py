@@ -61,10 +61,12 @@ class _Sink:
 
     Attributes:
         folder: For the files; None keeps nothing.
+        control: Deadline and stop button, looked at before each piece that is written.
         shows_progress: Whether bars are drawn.
     """
 
     folder: Path | None
+    control: Control
     shows_progress: bool
 
     def save(self, shells: Callable[[], Shells]) -> None:
@@ -72,7 +74,11 @@ class _Sink:
             held = shells()
             total, rank = held.manifest.total_bytes, held.manifest.rank
             with byte_bar("saving", total=total, enabled=self.shows_progress, rank=rank) as saved:
-                save_rank(held, self.folder, saved)
+                save_rank(held, self.folder, partial(self._advance, saved))
+
+    def _advance(self, saved: Callable[[int], None], nbytes: int) -> None:
+        self.control.check()
+        saved(nbytes)
 
 
 def load(
@@ -119,7 +125,7 @@ def load(
         )  # fmt: skip
         if save is not None:
             check_destination(save, checkpoint=checkpoint_dir)
-        sink = _Sink(folder=save, shows_progress=not json)
+        sink = _Sink(folder=save, control=control, shows_progress=not json)
         with on_signal(lambda: control.cancel("stopped by a signal")):
             if topology is None:
                 check_unused(rank=rank, options=options)
@@ -172,7 +178,10 @@ def _load_ranks(request: TreeRequest, ranks: range, control: Control, sink: _Sin
             with progress_bar("loading", enabled=sink.shows_progress, rank=rank) as moved:
                 found = loader.load(rank, control, on_progress=moved)
             sink.save(partial(loader.shells, found))
-            yield _figures(found)
+            figures = _figures(found)
+            # Not kept alive while the next one is loaded.
+            del found
+            yield figures
 
 
 def _figures(found: RankLoad) -> _Loaded:

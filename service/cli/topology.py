@@ -12,6 +12,10 @@ from weightwire.transfer.models import BuildOptions
 
 # No expert map is longer.
 _MAX_MAP_BYTES = 16 << 20
+# Numbers beyond these are slips of the hand; the largest that Python prints are not so much larger.
+_MOST_RANKS = 1 << 20
+_MOST_DIGITS = 20
+_MOST_ROWS = (1 << 31) - 1
 
 
 def chosen_topology(*, tp: int | None, pp: int | None, ep: int | None) -> Topology | None:
@@ -22,6 +26,8 @@ def chosen_topology(*, tp: int | None, pp: int | None, ep: int | None) -> Topolo
     """
     if tp is None and pp is None and ep is None:
         return None
+    if (tp or 1) * (pp or 1) > _MOST_RANKS:
+        raise SettingsError(f"--tp, --pp: more than {_MOST_RANKS} ranks")
     try:
         return Topology(tp=tp or 1, pp=pp or 1, ep=ep or 1)
     except ManifestError as error:
@@ -36,8 +42,10 @@ def chosen_ranks(rank: str, topology: Topology) -> range:
     """
     if rank == "all":
         return range(topology.world_size)
-    if not rank.isdecimal() or not rank.isascii() or int(rank) >= topology.world_size:
-        raise SettingsError(f"--rank {rank}: expected all, or 0 to {topology.world_size - 1}")
+    # A number of thousands of digits is one that `int` refuses.
+    is_number = rank.isdecimal() and rank.isascii() and len(rank) <= _MOST_DIGITS
+    if not is_number or int(rank) >= topology.world_size:
+        raise SettingsError(f"--rank {rank[:_MOST_DIGITS]}: expected all, or 0 to {topology.world_size - 1}")
     return range(int(rank), int(rank) + 1)
 
 
@@ -62,9 +70,11 @@ def build_options(*, vocab_multiple: int | None, pad_heads: bool, expert_map: Pa
     """How shells are laid out.
 
     Raises:
-        SettingsError: If the file is no expert map.
+        SettingsError: If the file is no expert map, or the multiple no size of a vocabulary.
         CheckpointError: If it cannot be read.
     """
+    if vocab_multiple is not None and vocab_multiple > _MOST_ROWS:
+        raise SettingsError(f"--vocab-multiple: is more than {_MOST_ROWS} rows")
     return BuildOptions(
         vocab_multiple=vocab_multiple,
         pad_heads=pad_heads,

@@ -110,3 +110,12 @@ def test_expert_map_is_read_as_json_has_it(tmp_path: Path) -> None:
     (tmp_path / "map.json").write_text(json.dumps(slots))
     options = build_options(vocab_multiple=None, pad_heads=False, expert_map=tmp_path / "map.json")
     assert [list(rank) for rank in options.expert_map or ()] == slots
+
+
+def test_numbers_of_thousands_of_digits_are_refused() -> None:
+    with pytest.raises(SettingsError, match="expected all, or 0 to 5"):
+        chosen_ranks("9" * 5000, Topology(tp=3, pp=2))
+    with pytest.raises(SettingsError, match="more than 1048576 ranks"):
+        chosen_topology(tp=10**4000, pp=10**4000, ep=None)
+    with pytest.raises(SettingsError, match="--vocab-multiple"):
+        build_options(vocab_multiple=10**4000, pad_heads=False, expert_map=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,12 @@ from safetensors.torch import save_file
 
 from tests.transfer.conftest import bits, filled
 from weightwire.transfer import admission
-from weightwire.transfer.checkpoint import Checkpoint
+from weightwire.transfer.checkpoint import Checkpoint, find_checkpoint
 from weightwire.transfer.checkpoint.specs import specs_of
 from weightwire.transfer.control import Control
 from weightwire.transfer.errors import AdmissionError, CancelledError, CheckpointNotFoundError
-from weightwire.transfer.local_disk import identity_of, load_checkpoint
+from weightwire.transfer.layouts import ModelIdentity
+from weightwire.transfer.local_disk import identity_of, load_checkpoint, load_streamed
 from weightwire.transfer.session import RankProgress, TransferState
 
 TENSORS = {
@@ -92,3 +94,44 @@ def test_cancelled_load_ends(checkpoint: Checkpoint) -> None:
     control.cancel()
     with pytest.raises(CancelledError):
         load_checkpoint(checkpoint, identity_of(checkpoint, model="m"), control=control)
+
+
+def test_shells_of_a_pickle_outlive_its_file(tmp_path: Path) -> None:
+    """A mapping of a file that is cut short kills whoever reads it."""
+    torch.save(TENSORS, tmp_path / "m.bin")
+    shells, _, _ = load_streamed(find_checkpoint(tmp_path), ModelIdentity(model="m"), control=Control(deadline_s=60))
+    os.truncate(tmp_path / "m.bin", 0)
+    assert {name: bits(t) for name, t in shells.tensors()} == {name: bits(t) for name, t in TENSORS.items()}
+
+
+def test_pickle_that_does_not_fit_into_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save(TENSORS, tmp_path / "m.bin")
+    (tmp_path / "meminfo").write_text("MemAvailable: 0 kB\n")
+    monkeypatch.setattr(admission, "_MEMINFO", tmp_path / "meminfo")
+    with pytest.raises(AdmissionError, match="loading 'org/name'"):
+        load_streamed(
+            find_checkpoint(tmp_path), ModelIdentity(model="org/name"), control=Control(deadline_s=60)
+        )  # fmt: skip
+
+
+class Draining(Control):
+    """Memory that is gone once the first tensor was read."""
+
+    def __init__(self, meminfo: Path) -> None:
+        super().__init__(deadline_s=60)
+        self._left = [(meminfo, "0 kB"), (meminfo, "1000000 kB")]
+
+    def check(self) -> None:
+        super().check()
+        path, left = self._left.pop()
+        path.write_text(f"MemAvailable: {left}\n")
+
+
+def test_packing_a_tensor_that_does_not_fit_into_memory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save({"a": torch.zeros(1).expand(4096), "b": torch.zeros(8192)}, tmp_path / "m.bin")
+    monkeypatch.setattr(admission, "_MEMINFO", tmp_path / "meminfo")
+    control = Draining(tmp_path / "meminfo")
+    with pytest.raises(AdmissionError, match="packing 'a'"):
+        load_streamed(find_checkpoint(tmp_path), ModelIdentity(model="m"), control=control)

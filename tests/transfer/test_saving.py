@@ -27,3 +27,16 @@ def test_destination_is_no_file(tmp_path: Path) -> None:
     for place in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(SettingsError, match="no folder that this process may write to"):
             check_destination(place)
+
+
+def test_destination_that_the_system_does_not_look_at_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "circle").symlink_to("circle")
+    for place in (tmp_path / "circle", tmp_path / "circle" / "below", tmp_path / ("x" * 300)):
+        with pytest.raises(SettingsError, match=r"no folder that this|cannot be looked at"):
+            check_destination(place, checkpoint=tmp_path / "model")
+
+
+def test_checkpoint_that_the_system_does_not_look_at_is_left_to_discovery(tmp_path: Path) -> None:
+    (tmp_path / "circle").symlink_to("circle")
+    for checkpoint in (tmp_path / "circle", tmp_path / ("x" * 300)):
+        check_destination(tmp_path / "out", checkpoint=checkpoint)

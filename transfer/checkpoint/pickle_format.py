@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import zipfile
 from pathlib import Path
 
 import torch
@@ -41,11 +42,36 @@ def load_pickle(file: Path, *, mmap: bool = True) -> LoadedShard:
     """
     with opened_regular(file) as (fd, identity):
         start = bytearray(len(_ZIP_MAGIC))
-        mapped = mmap and read_at(fd, 0, memoryview(start)) == len(start) and bytes(start) == _ZIP_MAGIC
+        is_zip = read_at(fd, 0, memoryview(start)) == len(start) and bytes(start) == _ZIP_MAGIC
+        if is_zip:
+            _check_members(file, identity)
+        mapped = mmap and is_zip
         content = _load(file, identity, mmap=mapped)
-    tensors = _tensors_of(file, content)
+    tensors = _tensors_of(file, content, most_bytes=identity.size)
     check_unchanged(file, identity)
     return LoadedShard(file, tensors, backed_by=identity if mapped else None)
+
+
+def _check_members(file: Path, identity: FileIdentity) -> None:
+    """Refuse an archive that unpacks to more than it is: a few megabytes could ask for all memory there is."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            unpacked = sum(member.file_size for member in archive.infolist())
+    # A damaged directory can make the parser raise much else.
+    except Exception as error:
+        raise CheckpointError(
+            f"{subject_of(file)}: {identity.size} bytes are not a pickle of plain tensors, which is all that is read "
+            f"({type(error).__name__}); expected a zip archive as torch writes it",
+            path=printable(file),
+        ) from error
+    if unpacked > identity.size:
+        raise CheckpointError(
+            f"{subject_of(file)}: unpacks to {unpacked} bytes from {identity.size}, expected members that are stored "
+            "as they are, as torch writes them",
+            path=printable(file),
+            expected_bytes=identity.size,
+            actual_bytes=unpacked,
+        )
 
 
 def _load(file: Path, identity: FileIdentity, *, mmap: bool) -> object:
@@ -64,7 +90,7 @@ def _load(file: Path, identity: FileIdentity, *, mmap: bool) -> object:
     return content
 
 
-def _tensors_of(file: Path, content: object) -> dict[str, torch.Tensor]:
+def _tensors_of(file: Path, content: object, *, most_bytes: int) -> dict[str, torch.Tensor]:
     if not isinstance(content, dict):
         raise CheckpointError(
             f"{subject_of(file)}: holds a {type(content).__name__}, expected a dict of names and tensors",
@@ -73,7 +99,7 @@ def _tensors_of(file: Path, content: object) -> dict[str, torch.Tensor]:
     tensors = dict[str, torch.Tensor]()
     strangers = list[str]()
     for name, value in content.items():
-        if isinstance(name, str) and isinstance(value, torch.Tensor) and _is_plain(value):
+        if isinstance(name, str) and isinstance(value, torch.Tensor) and _is_plain(value, most_bytes):
             # A Parameter's memory, without its history.
             tensors[name] = value.detach()
         else:
@@ -89,11 +115,14 @@ def _tensors_of(file: Path, content: object) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_quantized and tensor.device.type == "cpu"
+def _is_plain(tensor: torch.Tensor, most_bytes: int) -> bool:
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
+        return False
+    # A stride of 0 makes any number of elements out of one. `nbytes` would overflow.
+    return tensor.numel() <= most_bytes // tensor.itemsize
 
 
 def _kind_of(value: object) -> str:
     if isinstance(value, torch.Tensor):
-        return f"tensor of layout {value.layout}, dtype {value.dtype}, device {value.device}"
+        return f"tensor of layout {value.layout}, dtype {value.dtype}, device {value.device}, {value.numel()} elements"
     return type(value).__name__

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from weightwire.transfer.checkpoint.regular_files import (
@@ -20,18 +21,28 @@ from weightwire.transfer.checkpoint.regular_files import (
 )
 from weightwire.transfer.errors import CheckpointError
 
+# Checkpoints have thousands of files, and processes often no more than a thousand descriptors for all they do.
+MOST_OPEN = 64
+
+
+@dataclass(slots=True)
+class _OpenFile:
+    fd: int
+    readers: int = 0
+
 
 class PinnedFiles:
-    """A set of files, each opened at its first read and kept open. Threads may read at the same time.
+    """A set of files, each opened when it is read. Threads may read at the same time.
 
-    Closing never takes a descriptor from under a read: the last read that is under way closes them.
+    The files that were read last stay open, `MOST_OPEN` of them. Closing never takes a descriptor from under a read:
+    the last one that is under way closes it.
     """
 
     def __init__(self, identities: Mapping[Path, FileIdentity]) -> None:
         self._identities = identities
         self._lock = threading.Lock()
-        self._fds = dict[Path, int]()
-        self._readers = 0
+        # The one that was read last is the last.
+        self._open = dict[Path, _OpenFile]()
         self._closed = False
         self._bytes_read = 0
         self._is_scattered = False
@@ -91,32 +102,40 @@ class PinnedFiles:
         """Tell the kernel that positional reads take pieces of the files, so that it reads nothing around them."""
         with self._lock:
             self._is_scattered = True
-            for fd in self._fds.values():
-                _advise_scattered(fd)
+            for opened in self._open.values():
+                _advise_scattered(opened.fd)
 
     def close(self) -> None:
         """Refuse further reads. May be called again."""
         with self._lock:
             self._closed = True
-            self._close_if_idle()
+            self._close_idle(keep=0)
 
     @contextmanager
     def _descriptor(self, file: Path) -> Iterator[int]:
         with self._lock:
             if self._closed:
                 raise ValueError(f"{subject_of(file)}: read after close")
-            if file not in self._fds:
-                self._fds[file], _ = open_regular(file)
-                if self._is_scattered:
-                    _advise_scattered(self._fds[file])
-            fd = self._fds[file]
-            self._readers += 1
+            opened = self._open.pop(file, None) or self._opened(file)
+            self._open[file] = opened
+            opened.readers += 1
         try:
-            yield fd
+            yield opened.fd
         finally:
             with self._lock:
-                self._readers -= 1
-                self._close_if_idle()
+                opened.readers -= 1
+                self._close_idle(keep=self._most_kept)
+
+    @property
+    def _most_kept(self) -> int:
+        return 0 if self._closed else MOST_OPEN
+
+    def _opened(self, file: Path) -> _OpenFile:
+        self._close_idle(keep=MOST_OPEN - 1)
+        fd, _ = open_regular(file)
+        if self._is_scattered:
+            _advise_scattered(fd)
+        return _OpenFile(fd)
 
     def _check_same(self, file: Path, found: FileIdentity) -> None:
         pinned = self._identities[file]
@@ -126,10 +145,14 @@ class PinnedFiles:
                 path=printable(file),
             )
 
-    def _close_if_idle(self) -> None:
-        if self._closed and not self._readers:
-            while self._fds:
-                os.close(self._fds.popitem()[1])
+    def _close_idle(self, *, keep: int) -> None:
+        """Close files that nobody reads until `keep` are open, those first that were not read for the longest time."""
+        surplus = len(self._open) - keep
+        if surplus <= 0:
+            return
+        idle = [file for file, opened in self._open.items() if not opened.readers]
+        for file in idle[:surplus]:
+            os.close(self._open.pop(file).fd)
 
 
 def _advise_scattered(fd: int) -> None:

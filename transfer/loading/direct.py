@@ -14,9 +14,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from weightwire.transfer.admission import check_memory
 from weightwire.transfer.checkpoint import Checkpoint
 from weightwire.transfer.checkpoint.regions_on_disk import DEFAULT_THREADS, DiskCopy, read_copies
 from weightwire.transfer.checkpoint.specs import specs_of
+from weightwire.transfer.checkpoint.untrusted_json import quoted
 from weightwire.transfer.control import Control
 from weightwire.transfer.errors import SlotsError
 from weightwire.transfer.loading.base_loaders import as_bytes_if_packed, loader_of
@@ -89,6 +91,7 @@ def load_direct(
             values says so: it is asked when all other shells are filled.
         NamesError: If names have no place; nothing was written.
         SlotsError: If a slot or an element has no origin; nothing was written.
+        AdmissionError: If a tensor that has to be looked at does not fit into memory.
         CheckpointError: If the files do not deliver what their headers say.
     """
     began = time.monotonic()
@@ -164,6 +167,8 @@ class _Loading:
         """An optional tensor is left out only for what its values are; the trace saw none."""
         if outcome.outcome is not Outcome.SKIPPED_OPTIONAL:
             return outcome
+        needed = self.checkpoint.entries[outcome.name].nbytes
+        check_memory(needed, purpose=f"looking at the values of {quoted(outcome.name)}")
         return look_at_optional(outcome, self.checkpoint.read_tensor(outcome.name)).outcome
 
     def read(self) -> int:

@@ -7,11 +7,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from weightwire.transfer.dtypes import BY_NAME
 from weightwire.transfer.loading.base_loaders import loader_of
 from weightwire.transfer.loading.outcomes import NameOutcome, Outcome
 from weightwire.transfer.loading.slots import SlotId
 
 _BIAS = ".bias"
+# Of two packed numbers in a byte, the bits that are not signs. Source: OCP Microscaling Formats, E2M1.
+_FLOAT4_MAGNITUDES = 0x77
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +106,8 @@ def look_at_optional(outcome: NameOutcome, tensor: torch.Tensor) -> Landing:
 
 def is_all_zeros(tensor: torch.Tensor) -> bool:
     """Whether every element equals zero, of either sign; NaN does not."""
+    if tensor.dtype is BY_NAME["float4_e2m1fn_x2"].torch_dtype:
+        return not bool((tensor.view(torch.uint8) & _FLOAT4_MAGNITUDES).any())
     # Not every operator knows the small float dtypes.
     small = tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1
     return not bool((tensor.to(torch.float32) if small else tensor).any())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from weightwire.transfer.errors import AdmissionError
 from weightwire.transfer.loading.ledger import exempt_slots, exemption
 from weightwire.transfer.loading.module_shells import replace_shell, shell_at
 from weightwire.transfer.loading.slots import attach_loader, attached_loader
+
+_MOST_BYTES = (1 << 63) - 1
 
 Phase: TypeAlias = Literal["shells", "transfer", "post-process"]
 
@@ -175,7 +178,16 @@ def _storage_id(tensor: torch.Tensor) -> int:
 
 
 def new_parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-    """An uninitialised parameter of the current default device and dtype that takes no gradient."""
+    """An uninitialised parameter of the current default device and dtype that takes no gradient.
+
+    Raises:
+        AdmissionError: If no memory could ever hold it, and torch could not count its bytes.
+    """
+    needed = math.prod(shape) * (dtype or torch.get_default_dtype()).itemsize
+    if needed > _MOST_BYTES:
+        raise AdmissionError(
+            f"a shell of shape {list(shape)}: needs {needed} bytes of memory", needed_bytes=needed, diagnostic="D12"
+        )
     return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
 

@@ -172,6 +172,8 @@ def config_of(source: Members) -> ModelConfig:
 # Each layer and expert becomes objects before its memory is asked about: a hostile number would never come to an end.
 # Published models stay below 200 layers and 1,000 experts.
 _MOST = {"num_hidden_layers": 4096, "num_experts": 65536, "num_local_experts": 65536, "n_routed_experts": 65536}
+# Of anything else: the product of two sizes is a number that torch can count to.
+_MOST_OF_A_SIZE = (1 << 31) - 1
 
 
 class _Fields:
@@ -211,8 +213,8 @@ class _Fields:
             return None
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise _refusal(name, value, "a positive integer")
-        most = _MOST.get(name)
-        if most is not None and value > most:
+        most = _MOST.get(name, _MOST_OF_A_SIZE)
+        if value > most:
             raise _refusal(name, value, f"at most {most}")
         return value
 

@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 
 from weightwire.transfer.admission import check_memory
+from weightwire.transfer.checkpoint.untrusted_json import quoted
 from weightwire.transfer.errors import ConfigError
 from weightwire.transfer.loading.mappers import QuantisationNames, WeightsMapper, find_remap
 from weightwire.transfer.manifest import Topology
@@ -49,7 +50,7 @@ def find_architecture(name: str) -> type[DecoderTree]:
     """
     if name not in _ARCHITECTURES:
         raise ConfigError(
-            f"config.json: field 'architectures' is {name!r}, expected one of {sorted(_ARCHITECTURES)} "
+            f"config.json: field 'architectures' is {quoted(name)}, expected one of {sorted(_ARCHITECTURES)} "
             "(or the plain tree, which has no topology)",
             field="architectures",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from collections import OrderedDict
 from pathlib import Path
 
@@ -125,3 +126,26 @@ def test_mapped_pickle_that_was_cut_short_since_is_refused(tmp_path: Path) -> No
     os.truncate(file, 100)
     with pytest.raises(CheckpointError, match="changed on disk"):
         shard.take("b")
+
+
+@ZIP_OR_NOT
+def test_tensor_that_claims_more_than_its_file_is_refused(tmp_path: Path, is_zip: bool) -> None:
+    """A stride of 0 makes a terabyte of four bytes."""
+    file = save({"a": torch.zeros(1).expand(10**12)}, tmp_path / "m.bin", is_zip=is_zip)
+    with pytest.raises(CheckpointError, match="1000000000000 elements"):
+        load_pickle(file)
+
+
+def test_tensor_with_a_stride_of_0_that_fits_is_read(tmp_path: Path) -> None:
+    file = save({"a": torch.ones(1).expand(3), "b": torch.zeros(64)}, tmp_path / "m.bin")
+    assert torch.equal(load_pickle(file).take("a"), torch.ones(3))
+
+
+@pytest.mark.parametrize("mmap", [pytest.param(True, id="mapped"), pytest.param(False, id="read")])
+def test_archive_that_unpacks_to_more_than_it_is_is_refused(tmp_path: Path, mmap: bool) -> None:
+    plain, packed = save({"a": torch.zeros(100_000)}, tmp_path / "plain.bin"), tmp_path / "m.bin"
+    with zipfile.ZipFile(plain) as source, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as target:
+        for name in source.namelist():
+            target.writestr(name, source.read(name))
+    with pytest.raises(CheckpointError, match="unpacks to"):
+        load_pickle(packed, mmap=mmap)

@@ -13,10 +13,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from weightwire.transfer.checkpoint.discovery import CheckpointFiles
-from weightwire.transfer.checkpoint.pinned_files import PinnedFiles
+from weightwire.transfer.checkpoint.pinned_files import MOST_OPEN, PinnedFiles
 from weightwire.transfer.checkpoint.reader import Checkpoint, CheckpointTensor, read_header
 from weightwire.transfer.dtypes import BY_TAG, Dtype
 from weightwire.transfer.errors import (
@@ -573,3 +573,14 @@ def test_tensor_of_a_dtype_that_torch_lacks_is_refused_before_it_is_read(file: P
     future = Dtype(name="float2_e1m0", tag="F2", itemsize=1)
     with pytest.raises(DtypeError, match="float2_e1m0"):
         _ = future.torch_dtype
+
+
+def test_files_that_were_not_read_for_long_are_closed(tmp_path: Path) -> None:
+    for number in range(MOST_OPEN + 9):
+        save_file({f"t{number}": torch.full((2,), number)}, tmp_path / f"{number:03}.safetensors")
+    before = len(os.listdir("/proc/self/fd"))
+    with Checkpoint.open(tmp_path) as checkpoint:
+        for _ in range(2):
+            assert [int(tensor[1]) for _, tensor in checkpoint.iterate()] == list(range(MOST_OPEN + 9))
+            assert len(os.listdir("/proc/self/fd")) == before + MOST_OPEN
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -154,3 +154,12 @@ def test_materialising_leaves_what_is_there_alone() -> None:
     before = model.weight
     materialise(model, "cpu")
     assert model.weight is before
+
+
+@pytest.mark.parametrize("shape", [(2**31, 2**31), (2**64, 1)], ids=["by its product", "by a side"])
+def test_shell_whose_bytes_torch_cannot_count_is_refused_by_its_shape(shape: tuple[int, int]) -> None:
+    with (
+        build_defaults("meta", torch.float32),
+        pytest.raises(AdmissionError, match=f"shape \\[{shape[0]}, {shape[1]}\\]"),
+    ):
+        new_parameter(*shape)

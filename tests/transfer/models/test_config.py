@@ -176,3 +176,15 @@ def test_numbers_that_would_never_come_to_an_end_are_refused(field: str) -> None
     members = {"architectures": ["Qwen3MoeForCausalLM"], **sizes, "moe_intermediate_size": 8, field: 10**9}
     with pytest.raises(ConfigError, match=f"'{field}' is 1000000000, expected at most"):
         parse_config(members)
+
+
+@pytest.mark.parametrize("field", ["hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "head_dim"])
+def test_sizes_that_torch_cannot_count_are_refused(field: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{field}' is 2147483648, expected at most 2147483647"):
+        parse_config(LLAMA | {field: 2**31})
+
+
+def test_architecture_is_quoted_in_short() -> None:
+    with pytest.raises(ConfigError, match="'architectures' is 'xxx") as caught:
+        parse_config(LLAMA | {"architectures": ["x" * 10**6]})
+    assert len(str(caught.value)) < 2000

@@ -14,10 +14,12 @@ from safetensors.torch import save_file
 
 from tests.transfer.models.closed_form import expected_shells
 from tests.transfer.models.conftest import Saved, poisoned
+from weightwire.transfer import admission
 from weightwire.transfer.checkpoint import Checkpoint, LoadFormat
 from weightwire.transfer.checkpoint.specs import specs_of
 from weightwire.transfer.control import Control
 from weightwire.transfer.errors import (
+    AdmissionError,
     CheckpointError,
     ConfigError,
     NamesError,
@@ -432,3 +434,15 @@ def test_a_tree_is_a_module_with_the_names_of_engines(saved: SavedBy) -> None:
     tree = poisoned(saved("qwen3_moe").config, Topology(tp=2, ep=2))
     assert isinstance(tree, ParameterTree)
     assert "model.layers.0.mlp.experts.w13_weight" in shells_of(tree)
+
+
+def test_optional_tensor_that_does_not_fit_into_memory_is_not_looked_at(
+    saved: SavedBy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llama, name = saved("llama"), "model.layers.0.mlp.gate_proj.bias"
+    folder = write(llama, tmp_path, **{name: torch.zeros(4096)})
+    tree = poisoned(llama.config)
+    (tmp_path / "meminfo").write_text("MemAvailable: 15 kB\n")
+    monkeypatch.setattr(admission, "_MEMINFO", tmp_path / "meminfo")
+    with pytest.raises(AdmissionError, match=f"looking at the values of '{name}'"):
+        direct(tree, folder)
