@@ -45,7 +45,7 @@ def count_coverage(shell: Region, written: Iterable[Region]) -> Coverage:
     regions = [region for region in written if region.numel]
     total = sum(region.numel for region in regions)
     union = _union(regions)
-    covered = int((union[1] - union[0]).sum())
+    covered = _total(union)
     inside = _common(union, _union([shell]) if shell.numel else (_NONE, _NONE))
     return Coverage(
         elements=shell.numel, missing=shell.numel - inside, repeated=total - covered, outside=covered - inside
@@ -60,13 +60,16 @@ def _union(regions: Iterable[Region]) -> _Runs:
     pieces = [_runs(region) for region in regions]
     if not pieces:
         return _NONE, _NONE
-    begins = np.concatenate([piece[0] for piece in pieces])
-    ends = np.concatenate([piece[1] for piece in pieces])
+    return _merged(np.concatenate([begins for begins, _ in pieces]), np.concatenate([ends for _, ends in pieces]))
+
+
+def _merged(begins: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> _Runs:
+    """Runs in any order, made disjoint and sorted."""
     order = np.argsort(begins, kind="stable")
     begins, reach = begins[order], np.maximum.accumulate(ends[order])
     # A run begins anew where it lies behind everything before it.
-    is_first = np.concatenate(([True], begins[1:] > reach[:-1]))
-    is_last = np.concatenate((is_first[1:], [True]))
+    is_first = np.concatenate(([True], begins[1:] > reach[:-1]))[: len(begins)]
+    is_last = np.concatenate((is_first[1:], [True]))[: len(begins)]
     return begins[is_first], reach[is_last]
 
 
@@ -82,12 +85,9 @@ def _runs(region: Region) -> _Runs:
 
 def _common(one: _Runs, other: _Runs) -> int:
     """Elements that lie in both unions: what their sum has more than their union."""
-    both = (np.concatenate((one[0], other[0])), np.concatenate((one[1], other[1])))
-    if not both[0].size:
-        return 0
-    order = np.argsort(both[0], kind="stable")
-    begins, reach = both[0][order], np.maximum.accumulate(both[1][order])
-    is_first = np.concatenate(([True], begins[1:] > reach[:-1]))
-    is_last = np.concatenate((is_first[1:], [True]))
-    merged = int((reach[is_last] - begins[is_first]).sum())
-    return int((both[1] - both[0]).sum()) - merged
+    begins, ends = (np.concatenate((one[side], other[side])) for side in (0, 1))
+    return _total((begins, ends)) - _total(_merged(begins, ends))
+
+
+def _total(runs: _Runs) -> int:
+    return int((runs[1] - runs[0]).sum())

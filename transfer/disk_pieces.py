@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -42,10 +43,7 @@ def _is_composed(tensor: TensorEntry, specs: Mapping[str, CheckpointSpec]) -> bo
 def _holds(spec: CheckpointSpec | None, piece: PlacedPiece, dtype: str) -> bool:
     if spec is None or spec.dtype != dtype:
         return False
-    elements = 1
-    for size in spec.shape:
-        elements *= size
-    return piece.checkpoint.end <= elements
+    return piece.checkpoint.end <= math.prod(spec.shape)
 
 
 def disk_copies(shells: Shells, tensor: TensorEntry, covered: IntervalSet) -> Iterator[DiskCopy]:

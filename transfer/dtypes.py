@@ -96,6 +96,15 @@ BY_NAME = {dtype.name: dtype for dtype in _TABLE}
 BY_TAG = {dtype.tag: dtype for dtype in _TABLE}
 
 
+def is_packed(dtype: torch.dtype) -> bool:
+    """Whether one element holds several values, so that torch converts, compares and fills none of them.
+
+    Asked by name: builds of torch that are too old for such a dtype have no attribute to compare with.
+    """
+    known = BY_NAME.get(str(dtype).removeprefix("torch."))
+    return known is not None and known.packing > 1
+
+
 def dtype_named(name: str) -> Dtype:
     """The dtype with torch's `name`.
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from weightwire.transfer.dtypes import BY_NAME, BY_TAG, Dtype, dtype_named, dtype_of, dtype_tagged
+from weightwire.transfer.dtypes import BY_NAME, BY_TAG, Dtype, dtype_named, dtype_of, dtype_tagged, is_packed
 from weightwire.transfer.errors import DtypeError
 
 ALL = pytest.mark.parametrize("dtype", [pytest.param(dtype, id=dtype.name) for dtype in BY_NAME.values()])
@@ -82,3 +82,9 @@ def test_b10_packed_shape_that_ends_inside_an_element_is_refused(shape: tuple[in
 def test_packed_scalar_has_no_logical_shape() -> None:
     with pytest.raises(DtypeError, match="pack"):
         PACKED.logical_shape(())
+
+
+def test_only_dtypes_of_several_values_are_packed() -> None:
+    packed = [name for name, dtype in BY_NAME.items() if is_packed(dtype.torch_dtype)]
+    assert packed == ["float4_e2m1fn_x2"]
+    assert not is_packed(torch.complex128)

@@ -8,6 +8,7 @@ from typing import Protocol, Self, TypedDict, Unpack
 
 import torch
 
+from weightwire.transfer.dtypes import is_packed
 from weightwire.transfer.errors import Fact, PlacementError, TopologyError
 from weightwire.transfer.loading.casts import SAME_DTYPE, CastPolicy
 from weightwire.transfer.loading.padding import Cut, clipped, equal_share, in_elements, whole
@@ -68,7 +69,7 @@ def _of_shape(piece: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 def as_bytes_if_packed(view: torch.Tensor) -> torch.Tensor:
     """A view to be filled with zeros: torch has no fill for the packed float4, whose zeros are zero bytes."""
-    return view.view(torch.uint8) if view.dtype == torch.float4_e2m1fn_x2 else view
+    return view.view(torch.uint8) if is_packed(view.dtype) else view
 
 
 def misfit(name: str, tensor: torch.Tensor, shell: torch.Tensor, *, hint: str = "") -> PlacementError:

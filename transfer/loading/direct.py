@@ -159,9 +159,8 @@ class _Loading:
         outcomes = [self._looked_at(outcome) for outcome in self.report.outcomes]
         self.report = replace(self.report, outcomes=tuple(outcomes))
         check_report(self.report, self.model, unexpected=self.way.unexpected)
-        put_off = {shell for shells in self.by_value.values() for shell in shells}
-        self.ledger.without(put_off).check()
-        _check_elements(self.found, self.required.keys() - put_off)
+        self.ledger.without(self._put_off).check()
+        _check_elements(self.found, self.required.keys() - self._put_off)
 
     def _looked_at(self, outcome: NameOutcome) -> NameOutcome:
         """An optional tensor is left out only for what its values are; the trace saw none."""

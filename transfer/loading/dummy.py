@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 import torch
 
+from weightwire.transfer.dtypes import is_packed
+
 LIMIT = 1e-3
 _SEED = 1234
 # Values are drawn in pieces of so many, so that no shell needs a second one beside it.
 _PIECE = 1 << 22
-# Torch converts no number to these: two values in a byte, and exponents alone.
-_NOT_NUMBERS = (torch.float4_e2m1fn_x2, torch.float8_e8m0fnu)
 
 
 def fill_dummy(shells: Iterable[torch.Tensor], *, seed: int = _SEED) -> None:
@@ -26,13 +26,18 @@ def fill_dummy(shells: Iterable[torch.Tensor], *, seed: int = _SEED) -> None:
     """
     for shell in shells:
         flat = shell.detach().view(-1)
-        if not shell.dtype.is_floating_point or shell.dtype in _NOT_NUMBERS:
-            (flat.view(torch.uint8) if shell.dtype in _NOT_NUMBERS else flat).zero_()
+        if not shell.dtype.is_floating_point or not _holds_numbers(shell.dtype):
+            (flat if _holds_numbers(shell.dtype) else flat.view(torch.uint8)).zero_()
             continue
         generator = torch.Generator().manual_seed(seed)
         for begin in range(0, flat.numel(), _PIECE):
             piece = flat[begin : begin + _PIECE]
             piece.copy_(_draw(piece.numel(), shell.dtype, generator))
+
+
+def _holds_numbers(dtype: torch.dtype) -> bool:
+    """Whether torch converts numbers to a dtype: not to several values in a byte, nor to exponents alone."""
+    return not is_packed(dtype) and str(dtype) != "torch.float8_e8m0fnu"
 
 
 def _draw(count: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from weightwire.transfer.dtypes import BY_NAME
+from weightwire.transfer.dtypes import is_packed
 from weightwire.transfer.loading.base_loaders import loader_of
 from weightwire.transfer.loading.outcomes import NameOutcome, Outcome
 from weightwire.transfer.loading.slots import SlotId
@@ -106,7 +106,7 @@ def look_at_optional(outcome: NameOutcome, tensor: torch.Tensor) -> Landing:
 
 def is_all_zeros(tensor: torch.Tensor) -> bool:
     """Whether every element equals zero, of either sign; NaN does not."""
-    if tensor.dtype is BY_NAME["float4_e2m1fn_x2"].torch_dtype:
+    if is_packed(tensor.dtype):
         return not bool((tensor.view(torch.uint8) & _FLOAT4_MAGNITUDES).any())
     # Not every operator knows the small float dtypes.
     small = tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1

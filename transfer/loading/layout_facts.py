@@ -17,7 +17,8 @@ def layout_facts(loader: ShellLoader | None) -> dict[str, str]:
     own = getattr(held, "fingerprint_facts", None)
     facts = {str(key): str(value) for key, value in own().items()} if own is not None else {}
     if is_dataclass(held) and not isinstance(held, type):
-        values = {field.name: getattr(held, field.name) for field in fields(held)}
+        # What is left out of comparisons is the state of a load, not a fact about the layout.
+        values = {field.name: getattr(held, field.name) for field in fields(held) if field.compare}
         plain = {name: str(value) for name, value in values.items() if not isinstance(value, CastPolicy)}
         facts = {**plain, **facts}
     return {"loader": type(loader).__name__ if loader is not None else "whole", **facts}
