@@ -6,11 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from weightwire.transfer.regions import Region
-
-_Runs = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
+from weightwire.transfer.runs import NO_RUNS, Runs, merged_runs, runs_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,48 +44,25 @@ def count_coverage(shell: Region, written: Iterable[Region]) -> Coverage:
     total = sum(region.numel for region in regions)
     union = _union(regions)
     covered = _total(union)
-    inside = _common(union, _union([shell]) if shell.numel else (_NONE, _NONE))
+    inside = _common(union, _union([shell]) if shell.numel else NO_RUNS)
     return Coverage(
         elements=shell.numel, missing=shell.numel - inside, repeated=total - covered, outside=covered - inside
     )
 
 
-_NONE: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
-
-
-def _union(regions: Iterable[Region]) -> _Runs:
-    """Disjoint sorted runs, as arrays of begins and ends."""
-    pieces = [_runs(region) for region in regions]
+def _union(regions: Iterable[Region]) -> Runs:
+    """Disjoint sorted runs."""
+    pieces = [runs_of(region) for region in regions]
     if not pieces:
-        return _NONE, _NONE
-    return _merged(np.concatenate([begins for begins, _ in pieces]), np.concatenate([ends for _, ends in pieces]))
+        return NO_RUNS
+    return merged_runs((np.concatenate([begins for begins, _ in pieces]), np.concatenate([ends for _, ends in pieces])))
 
 
-def _merged(begins: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> _Runs:
-    """Runs in any order, made disjoint and sorted."""
-    order = np.argsort(begins, kind="stable")
-    begins, reach = begins[order], np.maximum.accumulate(ends[order])
-    # A run begins anew where it lies behind everything before it.
-    is_first = np.concatenate(([True], begins[1:] > reach[:-1]))[: len(begins)]
-    is_last = np.concatenate((is_first[1:], [True]))[: len(begins)]
-    return begins[is_first], reach[is_last]
-
-
-def _runs(region: Region) -> _Runs:
-    flat = region.coalesced()
-    starts = np.full(1, flat.offset, dtype=np.int64)
-    sizes = list(zip(flat.shape, flat.strides, strict=True))
-    length = sizes.pop()[0] if sizes and sizes[-1][1] == 1 else 1
-    for size, stride in sizes:
-        starts = (starts[:, None] + np.arange(size, dtype=np.int64) * stride).reshape(-1)
-    return starts, starts + length
-
-
-def _common(one: _Runs, other: _Runs) -> int:
+def _common(one: Runs, other: Runs) -> int:
     """Elements that lie in both unions: what their sum has more than their union."""
     begins, ends = (np.concatenate((one[side], other[side])) for side in (0, 1))
-    return _total((begins, ends)) - _total(_merged(begins, ends))
+    return _total((begins, ends)) - _total(merged_runs((begins, ends)))
 
 
-def _total(runs: _Runs) -> int:
+def _total(runs: Runs) -> int:
     return int((runs[1] - runs[0]).sum())

@@ -5,6 +5,14 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 
+import numpy as np
+
+from weightwire.transfer.regions import Region
+from weightwire.transfer.runs import merged_runs, runs_of
+
+# Up to here it is faster to add runs one by one than to make arrays of them.
+_FEW_RUNS = 16
+
 
 class IntervalSet:
     """Grows by `add`; intervals that touch are merged."""
@@ -19,6 +27,9 @@ class IntervalSet:
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return zip(self._begins, self._ends, strict=True)
+
+    def __bool__(self) -> bool:
+        return bool(self._begins)
 
     def __repr__(self) -> str:
         return f"IntervalSet({list(self)})"
@@ -40,6 +51,38 @@ class IntervalSet:
         self._begins[low:high] = [begin]
         self._ends[low:high] = [end]
 
+    def add_region(self, region: Region) -> None:
+        """Put all elements of a region into the set; thousands of rows cost little more than one."""
+        if _is_dense(region):
+            self.add(region.offset, region.end)
+            return
+        begins, ends = runs_of(region)
+        if len(begins) <= _FEW_RUNS:
+            for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
+                self.add(begin, end)
+            return
+        low = bisect_left(self._ends, region.offset)
+        high = bisect_right(self._begins, region.end)
+        begins = np.concatenate((np.array(self._begins[low:high], dtype=np.int64), begins))
+        ends = np.concatenate((np.array(self._ends[low:high], dtype=np.int64), ends))
+        begins, ends = merged_runs((begins, ends))
+        self._begins[low:high], self._ends[low:high] = begins.tolist(), ends.tolist()
+
+    def covers_region(self, region: Region) -> bool:
+        """True if every element of a region is in the set."""
+        if not region.numel or self.covers(region.offset, region.end):
+            return True
+        if _is_dense(region):
+            return False
+        begins, ends = runs_of(region)
+        low = bisect_left(self._ends, region.offset)
+        high = bisect_right(self._begins, region.end)
+        if low == high:
+            return False
+        held = np.array(self._begins[low:high], dtype=np.int64), np.array(self._ends[low:high], dtype=np.int64)
+        at = np.searchsorted(held[0], begins, side="right") - 1
+        return bool(((at >= 0) & (held[1][at] >= ends)).all())
+
     def covers(self, begin: int, end: int) -> bool:
         """True if every integer of `[begin, end)` is in the set."""
         if begin >= end:
@@ -58,3 +101,7 @@ class IntervalSet:
                 return
             begin = max(begin, self._ends[at])
             at += 1
+
+
+def _is_dense(region: Region) -> bool:
+    return region.end - region.offset == region.numel and not region.overlaps_itself

@@ -94,6 +94,27 @@ class Region:
                 strides.append(stride)
         return Region(offset=self.offset, shape=tuple(shape), strides=tuple(strides))
 
+    def in_memory_order(self) -> Region:
+        """The same elements in the order of the storage, coalesced, unless some occur more than once."""
+        order = sorted(range(len(self.shape)), key=lambda axis: -self.strides[axis])
+        shape, strides = (tuple(side[axis] for axis in order) for side in (self.shape, self.strides))
+        return Region(offset=self.offset, shape=shape, strides=strides).coalesced()
+
+    def contains(self, other: Region) -> bool:
+        """Whether every element of `other` is one of this region.
+
+        Counts in steps of this region's own strides, largest first, which is exact because no region of a tensor
+        overlaps itself; one that does is refused.
+
+        Raises:
+            RegionError: If this region overlaps itself.
+        """
+        if self.overlaps_itself:
+            raise RegionError(f"region {self.to_json()}: overlaps itself, expected each element once")
+        mine = self.in_memory_order()
+        steps = [(stride, size) for size, stride in zip(mine.shape, mine.strides, strict=True)]
+        return all(_holds_run(mine.offset, steps, run) for run in other.in_memory_order().runs())
+
     def runs(self) -> Iterator[tuple[int, int]]:
         """The contiguous runs `(start, length)` in row-major order, none of them empty."""
         flat = self.coalesced()
@@ -150,7 +171,23 @@ class Region:
 
     def shifted(self, distance: int) -> Region:
         """The same box, `distance` elements further on."""
-        return Region(offset=self.offset + distance, shape=self.shape, strides=self.strides)
+        offset = self.offset + distance
+        if offset < 0 or self.end + distance > MAX_ELEMENTS:
+            raise RegionError(
+                f"region {self.to_json()}: shifted by {distance}, expected to stay between 0 and 2^63 elements"
+            )
+        return self.moved_to(offset)
+
+    def moved_to(self, offset: int) -> Region:
+        """The same box at an offset of which the caller knows that the box stays below 2^63 elements.
+
+        Planning makes tens of thousands of sizes and strides that have been looked at once.
+        """
+        moved = object.__new__(Region)
+        object.__setattr__(moved, "offset", offset)
+        object.__setattr__(moved, "shape", self.shape)
+        object.__setattr__(moved, "strides", self.strides)
+        return moved
 
     def to_json(self) -> list[object]:
         return [self.offset, list(self.shape), list(self.strides)]
@@ -168,6 +205,21 @@ class Region:
                 if sizes is not None and steps is not None and type(offset) is int:
                     return cls(offset=offset, shape=sizes, strides=steps)
         raise RegionError(f"region {value!r:.200}: expected [offset, [sizes], [strides]] in integers")
+
+
+def _holds_run(offset: int, steps: Sequence[tuple[int, int]], run: tuple[int, int]) -> bool:
+    """Whether a run of elements is one of a region in memory order: `steps` are its (stride, size), largest first."""
+    at, length = run[0] - offset, run[1]
+    if at < 0:
+        return False
+    for stride, size in steps[:-1]:
+        index, at = divmod(at, stride)
+        if index >= size:
+            return False
+    stride, size = steps[-1] if steps else (1, 1)
+    index, at = divmod(at, stride)
+    # Coalesced, so that behind the last element of a row there is a gap.
+    return at == 0 and (index + length <= size if stride == 1 else index < size and length == 1)
 
 
 def _walk(offset: int, shape: Sequence[int], strides: Sequence[int]) -> Iterator[int]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from weightwire.transfer.errors import RegionError
@@ -104,6 +104,49 @@ def test_runs_are_the_elements_in_order_and_never_empty(region: Region) -> None:
         assert len(runs) == min(region.numel, 1)
 
 
+@given(regions())
+def test_memory_order_is_the_same_elements_ascending_and_coalesced(region: Region) -> None:
+    ordered = region.in_memory_order()
+    assert sorted(indices(ordered)) == sorted(indices(region))
+    assert ordered.coalesced() == ordered
+    assert ordered.in_memory_order() == ordered
+    if not region.overlaps_itself:
+        assert indices(ordered) == sorted(indices(region))
+
+
+@given(views())
+def test_memory_order_of_a_view_is_that_of_its_storage(tensor: torch.Tensor) -> None:
+    region = box_of(tensor)
+    assert indices(region.in_memory_order()) == sorted(indices(region))
+
+
+@settings(max_examples=300)
+@given(regions(), regions() | views().map(box_of))
+@example(row_major((4, 4)), Region(offset=5, shape=(2, 2), strides=(4, 1)))
+@example(Region(offset=0, shape=(2, 2), strides=(1, 3)), Region(offset=0, shape=(2,), strides=(4,)))
+@example(Region(offset=1, shape=(2, 2), strides=(5, 3)), Region(offset=6, shape=(2,), strides=(3,)))
+@example(Region(offset=0, shape=(3, 2), strides=(2, 7)), row_major((1,), offset=6))
+def test_containment_is_that_of_the_sets_of_elements(whole: Region, part: Region) -> None:
+    if whole.overlaps_itself:
+        with pytest.raises(RegionError, match="overlaps itself"):
+            whole.contains(part)
+        return
+    assert whole.contains(part) == (set(indices(part)) <= set(indices(whole)))
+
+
+@given(views(), st.data())
+def test_view_contains_every_view_of_itself(tensor: torch.Tensor, data: st.DataObject) -> None:
+    whole, part = box_of(tensor), tensor
+    for axis, size in enumerate(tensor.shape):
+        begin = data.draw(st.integers(0, size))
+        part = part.narrow(axis, begin, data.draw(st.integers(0, size - begin)))
+    part = part.permute(data.draw(st.permutations(range(part.ndim))))
+    assert whole.contains(box_of(part))
+    if part.numel():
+        outside = box_of(part).shifted(int(tensor.max()) + 1 - int(part.min()))
+        assert not whole.contains(outside)
+
+
 @given(regions(), st.data())
 def test_packed_is_that_slice_of_the_row_major_order(region: Region, data: st.DataObject) -> None:
     begin = data.draw(st.integers(0, region.numel))
@@ -135,7 +178,7 @@ def test_shifted_moves_every_element(region: Region, distance: int) -> None:
 
 
 def test_shifted_before_the_first_element_is_refused() -> None:
-    with pytest.raises(RegionError, match="negative"):
+    with pytest.raises(RegionError, match="shifted by -4, expected to stay between 0 and"):
         row_major((2,), offset=3).shifted(-4)
 
 
@@ -199,6 +242,19 @@ def test_large_region_is_cut_without_being_written_out() -> None:
     assert len(boxes) <= 7
     assert boxes[0].offset == 7 + 2**41 + 2 * 2**21 + 6
     assert next(region.runs()) == (7, 1)
+
+
+def test_large_region_contains_without_being_written_out() -> None:
+    """Runs of the part are walked through, elements of the whole never."""
+    rows = Region(offset=7, shape=(2**20, 2**20, 2**20), strides=(2**42, 2**21, 1))
+    assert rows.contains(next(rows.shifted(2**42).packed(0, 2**40)))
+    inner = Region(offset=7 + 2**61, shape=(3, 2**20), strides=(2**21, 1))
+    assert rows.contains(inner)
+    assert not rows.contains(inner.shifted(1))
+    assert not rows.contains(inner.shifted(-(2**61) - 7))
+    assert not rows.contains(Region(offset=7, shape=(2,), strides=(2**62,)))
+    turned = Region(offset=7, shape=(2**20, 2**20, 2), strides=(1, 2**42, 2**21))
+    assert turned.in_memory_order() == Region(offset=7, shape=(2**20, 2, 2**20), strides=(2**42, 2**21, 1))
 
 
 def test_large_contiguous_region_is_one_run_and_one_box() -> None:

@@ -99,7 +99,6 @@ OPAQUE: list[tuple[str, Write]] = [
     ("a checkpoint tensor that is zeroed first", lambda p, w: p.copy_(w.zero_())),
     ("a copy by way of a scratch tensor", lambda p, w: p.copy_(torch.empty(4, 6).copy_(w))),
     ("a fill with a tensor's value", lambda p, w: p.fill_(w[0, 0])),
-    ("both sides seen as integers", lambda p, w: p.view(torch.int32).copy_(w.view(torch.int32))),
     ("a checkpoint tensor seen as integers", lambda p, w: p.copy_(w.view(torch.int32))),
     ("negatives without a computation", lambda p, w: p.copy_(torch._neg_view(w))),
     ("a fill of the shell seen as integers", lambda p, w: p.view(torch.int32).fill_(1)),
