@@ -12,7 +12,7 @@ from weightwire.transfer.control import Control
 from weightwire.transfer.errors import TransferError
 from weightwire.transfer.filling import FillResult, Origins, fill
 from weightwire.transfer.inspection import Inspection, inspect_checkpoint
-from weightwire.transfer.layouts import ModelIdentity, extended_layout, plain_layout
+from weightwire.transfer.layouts import Layout, ModelIdentity, extended_layout, plain_layout
 from weightwire.transfer.loading.direct import DirectLoad, load_direct
 from weightwire.transfer.loading.loop import load_weights
 from weightwire.transfer.loading.outcomes import LoadReport
@@ -20,12 +20,17 @@ from weightwire.transfer.local_disk import identity_of, load_checkpoint
 from weightwire.transfer.local_tree import RankLoad, TreeLoader, TreeRequest
 from weightwire.transfer.manifest import CheckpointSpec, Manifest, TensorEntry, Topology
 from weightwire.transfer.models import BuildOptions, build_model, parse_config
-from weightwire.transfer.planning import Plan, plan_pull
+from weightwire.transfer.placement import PlacedConstant, PlacedPiece, ShellPlacement
+from weightwire.transfer.placing import Placed, place_shells
+from weightwire.transfer.plan import Copy, DiskPiece, Plan, TensorWay
+from weightwire.transfer.planning import Planner, Supply, plan_pull
 from weightwire.transfer.regions import Region
+from weightwire.transfer.replay import Difference, TraceCheck, check_trace, replay
 from weightwire.transfer.saving import save_rank
 from weightwire.transfer.session import RankProgress, TransferState
 from weightwire.transfer.shells import Shells
 from weightwire.transfer.tracing import Trace, trace_placement
+from weightwire.transfer.tree_shells import TreeLayout, build_rank, lay_out_tree
 from weightwire.transfer.wire.puller import PullOptions
 from weightwire.transfer.wire.source import Access, Source, SourceIdentity, SourceLimits
 from weightwire.transfer.wire.source_server import SourceServer
@@ -37,43 +42,61 @@ __all__ = [
     "Checkpoint",
     "CheckpointSpec",
     "Control",
+    "Copy",
+    "Difference",
     "DirectLoad",
+    "DiskPiece",
     "Endpoint",
     "FillResult",
     "Inspection",
+    "Layout",
     "LoadReport",
     "Manifest",
     "ModelIdentity",
     "Origins",
+    "Placed",
+    "PlacedConstant",
+    "PlacedPiece",
     "Plan",
+    "Planner",
     "PullOptions",
     "RankLoad",
     "RankProgress",
     "Region",
+    "ShellPlacement",
     "Shells",
     "Source",
     "SourceIdentity",
     "SourceLimits",
     "SourceServer",
+    "Supply",
     "TensorEntry",
+    "TensorWay",
     "Timeouts",
     "Topology",
     "Trace",
+    "TraceCheck",
     "TransferError",
     "TransferState",
+    "TreeLayout",
     "TreeLoader",
     "TreeRequest",
     "build_model",
+    "build_rank",
+    "check_trace",
     "extended_layout",
     "fill",
     "identity_of",
     "inspect_checkpoint",
+    "lay_out_tree",
     "load_checkpoint",
     "load_direct",
     "load_weights",
     "parse_config",
+    "place_shells",
     "plain_layout",
     "plan_pull",
+    "replay",
     "save_rank",
     "specs_of",
     "trace_placement",

@@ -3,16 +3,24 @@
 A placement says which elements of a storage hold which elements of a checkpoint tensor, both as strided regions. In the
 tensor's coordinates such a region is nearly always a box: a range along each axis, perhaps with axes in another order.
 Two boxes meet in a box, however the ranks were cut; composed with the placements of both sides it becomes one copy from
-storage to storage. What is no box is not described here (`Box.of` gives None) and goes another way.
+storage to storage. What is made of no boxes is not described here (`views_of` gives None) and goes another way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
 
-from weightwire.transfer.placement import PlacedPiece
-from weightwire.transfer.regions import Region, row_major_strides
+from weightwire.transfer.errors import ManifestError
+from weightwire.transfer.placement import Pattern, PlacedPiece
+from weightwire.transfer.regions import Region, row_major, row_major_strides
+
+# Cells times boxes of one tensor: far more than ranks of any real topology give, and soon over if somebody claims more.
+_MOST_COMPARISONS = 1 << 24
+# Slots that one scalar is written into: as many as a layer has experts.
+_MOST_REPEATS = 1 << 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,61 +35,139 @@ class Box:
     begins: tuple[int, ...]
     sizes: tuple[int, ...]
 
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """One past the last index along each axis."""
+        return tuple(begin + size for begin, size in zip(self.begins, self.sizes, strict=True))
+
+    @classmethod
+    def between(cls, begins: Sequence[int], ends: Sequence[int]) -> Box | None:
+        """The box with these bounds; None if it is empty."""
+        sizes = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
+        return None if min(sizes, default=1) <= 0 else cls(begins=tuple(begins), sizes=sizes)
+
     def meet(self, other: Box) -> Box | None:
         """The indices that are in both boxes; None if there are none."""
-        begins = tuple(map(max, self.begins, other.begins))
-        ends = [
-            min(a + n, b + m) for a, n, b, m in zip(self.begins, self.sizes, other.begins, other.sizes, strict=True)
-        ]
-        sizes = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
-        return None if min(sizes, default=1) <= 0 else Box(begins=begins, sizes=sizes)
+        return Box.between(tuple(map(max, self.begins, other.begins)), tuple(map(min, self.ends, other.ends)))
+
+    def contains(self, other: Box) -> bool:
+        """Whether every index of `other` is in this box."""
+        return self.meet(other) == other
+
+    def without(self, other: Box) -> Iterator[Box]:
+        """The indices that are not in `other`, as disjoint boxes: at most two for each axis."""
+        met = self.meet(other)
+        if met is None:
+            yield self
+            return
+        begins, ends = list(self.begins), list(self.ends)
+        for axis in range(len(begins)):
+            for low, high in ((begins[axis], met.begins[axis]), (met.ends[axis], ends[axis])):
+                if low < high:
+                    yield Box(
+                        begins=(*begins[:axis], low, *begins[axis + 1 :]),
+                        sizes=tuple(
+                            high - low if at == axis else end - begin
+                            for at, (begin, end) in enumerate(zip(begins, ends, strict=True))
+                        ),
+                    )
+            begins[axis], ends[axis] = met.begins[axis], met.ends[axis]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BoxedPiece:
-    """A placed piece whose part of the checkpoint tensor is a box.
+class BoxView:
+    """A box of a checkpoint tensor as it lies in a storage.
 
     Attributes:
-        name: Checkpoint name.
         box: In the tensor's coordinates.
-        offset: Element of the storage that holds the box's first element.
+        offset: Element that holds the box's first one, counted from the beginning of its piece.
         strides: How far apart neighbours along each axis of the tensor lie in the storage.
     """
 
-    name: str
     box: Box
     offset: int
     strides: tuple[int, ...]
 
-    @classmethod
-    def of(cls, piece: PlacedPiece, shape: Sequence[int]) -> BoxedPiece | None:
-        """The piece in coordinates of a tensor of `shape`; None if its part is no box, or is empty.
-
-        Args:
-            piece: Its checkpoint region lies over the row-major tensor.
-            shape: Of the checkpoint tensor, in elements.
-        """
-        if not piece.checkpoint.numel:
-            return None
-        begins = _indices(piece.checkpoint.offset, shape)
-        if begins is None:
-            return None
-        sizes, strides = [1] * len(shape), [0] * len(shape)
-        for size, step, runtime in zip(
-            piece.checkpoint.shape, piece.checkpoint.strides, piece.runtime.strides, strict=True
-        ):
-            if size > 1 and not _spread(sizes, strides, _Walk(size, step, runtime), shape):
-                return None
-        box = Box(begins=begins, sizes=tuple(sizes))
-        if any(begin + size > whole for begin, size, whole in zip(begins, sizes, shape, strict=True)):
-            return None
-        return cls(name=piece.name, box=box, offset=piece.runtime.offset, strides=tuple(strides))
-
     def region(self, box: Box) -> Region:
-        """Where a part of this piece lies in the storage; `box` is inside `self.box`."""
+        """Where a part of this box lies, counted from the beginning of the piece; `box` is inside `self.box`."""
         steps = zip(box.begins, self.box.begins, self.strides, strict=True)
         offset = self.offset + sum((begin - first) * stride for begin, first, stride in steps)
         return Region(offset=offset, shape=box.sizes, strides=self.strides)
+
+
+def views_of(piece: PlacedPiece, shape: Sequence[int]) -> tuple[BoxView, ...] | None:
+    """The boxes that a piece consists of; None if it does not consist of boxes.
+
+    Nearly always it is one. Elements that follow each other in the checkpoint tensor, from anywhere to anywhere, are at
+    most two boxes for each axis and one in the middle; elements that come again are a box each time.
+
+    Args:
+        piece: Its checkpoint region lies in the row-major tensor.
+        shape: Of the checkpoint tensor, in elements.
+    """
+    pattern, begin = piece.pattern, piece.checkpoint_offset
+    if not pattern.numel or begin + pattern.checkpoint_reach > math.prod(shape):
+        return () if not pattern.numel else None
+    if 0 in pattern.checkpoint:
+        return _views_again(piece, pattern.checkpoint.index(0), shape)
+    view = _view_of(pattern, begin, shape)
+    if view is not None:
+        return (view,)
+    if len(pattern.shape) != 1 or pattern.checkpoint != (1,):
+        return None
+    found: list[BoxView] = []
+    at = 0
+    for part in row_major(shape).packed(begin, begin + pattern.numel):
+        walk = Pattern(shape=(part.numel,), checkpoint=(1,), runtime=pattern.runtime)
+        view = _view_of(walk, begin + at, shape)
+        assert view is not None, "a part that was cut at the axes is a box"
+        found.append(BoxView(box=view.box, offset=at * pattern.runtime[0], strides=view.strides))
+        at += part.numel
+    return tuple(found)
+
+
+def _views_again(piece: PlacedPiece, axis: int, shape: Sequence[int]) -> tuple[BoxView, ...] | None:
+    """The boxes of a piece that has the same elements again and again along one of its dimensions, such as a scale."""
+    pattern = piece.pattern
+    sizes, there, here = (
+        side[:axis] + side[axis + 1 :] for side in (pattern.shape, pattern.checkpoint, pattern.runtime)
+    )
+    once = Pattern(shape=sizes, checkpoint=there, runtime=here)
+    times, step = pattern.shape[axis], pattern.runtime[axis]
+    views = views_of(replace(piece, pattern=once), shape)
+    if views is None or len(views) * times > _MOST_REPEATS or not step:
+        return None
+    return tuple(replace(view, offset=view.offset + at * step) for at in range(times) for view in views)
+
+
+def cells(box: Box, held: Sequence[Box]) -> list[tuple[Box, tuple[int, ...]]]:
+    """Cut a box so that each part lies in each of the others wholly or not at all.
+
+    Args:
+        box: To be cut.
+        held: Boxes of the same tensor.
+
+    Returns:
+        Disjoint parts that make up `box`, each with the numbers of the boxes that it lies in; perhaps none.
+
+    Raises:
+        ManifestError: If it would come to millions of parts.
+    """
+    met = [(number, part) for number, other in enumerate(held) if (part := box.meet(other)) is not None]
+    bounds = []
+    for axis, (begin, end) in enumerate(zip(box.begins, box.ends, strict=True)):
+        cuts = {begin, end}
+        for _, part in met:
+            cuts.update((part.begins[axis], part.ends[axis]))
+        bounds.append(list(pairwise(sorted(cuts))))
+    count = math.prod(map(len, bounds))
+    if count * max(1, len(met)) > _MOST_COMPARISONS:
+        raise ManifestError(f"placements: {len(met)} pieces cut a tensor into {count} parts, expected far fewer")
+    found: list[tuple[Box, tuple[int, ...]]] = []
+    for ranges in product(*bounds):
+        part = Box(begins=tuple(low for low, _ in ranges), sizes=tuple(high - low for low, high in ranges))
+        found.append((part, tuple(number for number, other in met if other.contains(part))))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +177,20 @@ class _Walk:
     size: int
     step: int
     runtime: int
+
+
+def _view_of(pattern: Pattern, begin: int, shape: Sequence[int]) -> BoxView | None:
+    begins = _indices(begin, shape)
+    if begins is None:
+        return None
+    sizes, strides = [1] * len(shape), [0] * len(shape)
+    for walk in map(_Walk, pattern.shape, pattern.checkpoint, pattern.runtime):
+        if not _spread(sizes, strides, walk, shape):
+            return None
+    box = Box(begins=begins, sizes=tuple(sizes))
+    if any(end > whole for end, whole in zip(box.ends, shape, strict=True)):
+        return None
+    return BoxView(box=box, offset=0, strides=tuple(strides))
 
 
 def _spread(sizes: list[int], strides: list[int], walk: _Walk, shape: Sequence[int]) -> bool:

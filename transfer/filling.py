@@ -14,24 +14,18 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
+from weightwire.transfer.agreement import check_specs, disagreement, holds_the_same
 from weightwire.transfer.checkpoint import Checkpoint
 from weightwire.transfer.checkpoint.regions_on_disk import read_copies
 from weightwire.transfer.checkpoint.specs import specs_of
 from weightwire.transfer.control import Control
-from weightwire.transfer.disk_pieces import disk_copies, is_whole, tensors_on_disk
+from weightwire.transfer.disk_pieces import disk_copies, names_on_disk
 from weightwire.transfer.errors import IntegrityError, ManifestMismatchError
 from weightwire.transfer.integrity import checksum, digest_text
+from weightwire.transfer.intervals import IntervalSet
 from weightwire.transfer.manifest import Manifest, TensorEntry
-from weightwire.transfer.planning import (
-    Plan,
-    check_servable,
-    check_specs,
-    disagreement,
-    entangled,
-    filled_region,
-    missing_tensors,
-    plan_pull,
-)
+from weightwire.transfer.plan import Plan
+from weightwire.transfer.planning import Planner, Supply, check_servable, entangled, missing_tensors
 from weightwire.transfer.regions import Region
 from weightwire.transfer.session import RankProgress, TransferState
 from weightwire.transfer.shells import Shells
@@ -132,25 +126,29 @@ class _Filling:
         self._control = control
         self._on_progress = on_progress
         self._lock = threading.Lock()
-        self._progress = RankProgress(bytes_total=_needed_bytes(self._target))
+        self._progress = RankProgress()
         self._from_disk: set[Region] = set()
         self._refused: list[SourceFailure] = []
         self._endpoints: Sequence[Endpoint] = ()
+        self._planner = Planner(())
         self._specs = {spec.name: spec for spec in specs_of(origins.checkpoint)} if origins.checkpoint else {}
-        self._on_disk: Set[str] = tensors_on_disk(self._target, self._specs)
+        self._on_disk: Set[str] = names_on_disk(self._target, self._specs)
         # Whole tensors under the checkpoint's own names, which can be compared with it.
-        self._published = {tensor.name for tensor in self._target.tensors if is_whole(tensor)} & self._specs.keys()
+        self._published = self._target.whole & self._specs.keys()
 
     def run(self, options: PullOptions | None) -> FillResult:
         began = time.monotonic()
-        check_specs(self._target, {name: self._specs[name] for name in self._published})
+        check_specs(self._target, self._specs)
         with Puller(self._shells, self._agreeing(), self._origins.manifests, options) as puller:
+            self._planner = Planner(puller.manifests)
             plan = self._plan(puller)
-            check_servable(plan, self._on_disk)
+            check_servable(plan)
+            # What comes as it is brings its padding along, and is more than what belongs into the shells.
+            self._progress = replace(self._progress, bytes_total=sum(way.nbytes for way in plan.ways))
             self._check_disk_agrees(plan)
             self._report(state=TransferState.RECEIVING)
             asked = time.monotonic()
-            left = self._pull(puller)
+            left = self._pull(puller, plan)
         pulled = time.monotonic()
         self._read_disk(left, puller)
         read = time.monotonic()
@@ -209,18 +207,23 @@ class _Filling:
 
     def _plan(self, puller: Puller) -> Plan:
         """What is still to be done with the sources that are left."""
-        covered = puller.coverage.target
-        return plan_pull(self._target, puller.live_manifests, covered=covered, on_disk=self._on_disk)
+        supply = Supply(
+            lost=puller.lost,
+            capacities=puller.capacities,
+            on_disk=self._on_disk,
+            covered=puller.coverage.target,
+        )
+        return self._planner.plan(self._target, supply)
 
-    def _pull(self, puller: Puller) -> Plan:
+    def _pull(self, puller: Puller, plan: Plan) -> Plan:
         """Pull until the live sources have nothing more to give; returns the plan of what is left."""
-        puller.connect()
-        plan = self._plan(puller)
         while any(plan.copies):
-            before = len(puller.live_manifests)
-            puller.pull(plan, self._control, self._count_peer)
+            before = puller.lost
+            puller.connect(plan)
+            if puller.lost == before:
+                puller.pull(plan, self._control, self._count_peer)
             left = self._plan(puller)
-            if len(puller.live_manifests) == before and any(left.copies):
+            if puller.lost == before and any(left.copies):
                 # Every lane of some manifest ended without finishing and without an error; it would again.
                 raise IntegrityError("transfer: the sources that are left do not finish what they were asked for")
             plan = left
@@ -228,27 +231,39 @@ class _Filling:
 
     def _read_disk(self, plan: Plan, puller: Puller) -> None:
         """Read what is not covered yet, straight into the shells, and only these bytes."""
-        names = [way.name for way in plan.ways if way.way == "disk" and way.nbytes]
         checkpoint = self._origins.checkpoint
-        missing = [name for name in names if name not in self._on_disk]
-        if missing:
-            error = missing_tensors(missing)
+        if plan.nowhere:
+            error = missing_tensors(plan.nowhere)
             lost = "; ".join(f"{failure.code}: {failure.detail}" for failure in (*self._refused, *puller.failures))
             raise type(error)(f"{error}" + (f"; sources lost: {lost}" if lost else ""), **error.facts)
         if checkpoint is None:
             return
-        tensors, covered = [self._target.by_name[name] for name in names], puller.coverage.target
-        copies = (copy for tensor in tensors for copy in disk_copies(self._shells, tensor, covered))
+        covered = puller.coverage.target
+        copies = disk_copies(self._shells, plan.disk, self._specs, covered)
         read_copies(checkpoint, copies, control=self._control, on_bytes=self._count_disk)
-        for tensor in tensors:
-            region = self._target.flat_region(tensor)
-            self._from_disk.add(region)
-            for begin, end in filled_region(region):
-                covered.add(begin, end)
+        for piece in plan.disk:
+            tensor = self._target.by_name[piece.tensor]
+            self._from_disk.add(self._target.flat_region(tensor))
+            covered.add_region(self._flat(tensor, piece.runtime))
+
+    def _flat(self, tensor: TensorEntry, region: Region) -> Region:
+        """A region of a tensor's storage, in elements, as flat bytes."""
+        return region.in_bytes(tensor.itemsize).shifted(self._target.storage_bases[tensor.storage])
+
+    def _fill_constants(self, tensor: TensorEntry, covered: IntervalSet) -> None:
+        """Padding and the like, where no source gave it along with the rest of an identical tensor."""
+        for constant in tensor.constants:
+            region = self._flat(tensor, constant.runtime)
+            if not covered.covers_region(region):
+                self._shells.fill_constant(tensor.name, constant)
+                covered.add_region(region)
 
     def _count_disk(self, nbytes: int) -> None:
         with self._lock:
-            self._progress = replace(self._progress, bytes_disk=self._progress.bytes_disk + nbytes)
+            before = self._progress
+            # A strided piece of which a part is there already is read whole, and counted once.
+            bytes_disk = min(before.bytes_disk + nbytes, before.bytes_total - before.bytes_peer)
+            self._progress = replace(before, bytes_disk=bytes_disk)
             self._on_progress(self._progress)
 
     def _verify(self, puller: Puller) -> None:
@@ -259,7 +274,8 @@ class _Filling:
         for tensor in self._target.tensors:
             self._control.check()
             region = self._target.flat_region(tensor)
-            if not all(covered.covers(begin, end) for begin, end in filled_region(region)):
+            self._fill_constants(tensor, covered)
+            if not covered.covers_region(region):
                 raise missing_tensors([tensor.name])
             held = self._promise(tensor)
             if held is not None and (tensor.name in uncertain or not self._is_proven(tensor, held, puller)):
@@ -289,7 +305,8 @@ class _Filling:
         """The manifest whose digest this tensor has to have, if a source published one."""
         for endpoint in self._endpoints:
             manifest = self._origins.manifests[endpoint.manifest]
-            if tensor.name in manifest.by_name and manifest.by_name[tensor.name].digest:
+            held = manifest.by_name.get(tensor.name)
+            if held is not None and held.digest and holds_the_same((self._target, tensor), (manifest, held)):
                 return manifest
         return None
 
@@ -342,8 +359,3 @@ class _Filling:
         with self._lock:
             self._progress = replace(self._progress, state=state)
             self._on_progress(self._progress)
-
-
-def _needed_bytes(manifest: Manifest) -> int:
-    """Shell bytes to fill: aliases count once."""
-    return sum(way.nbytes for way in plan_pull(manifest, ()).ways)

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-
-import torch
 
 from weightwire.transfer.checkpoint import Checkpoint, CheckpointFiles, DiscoveryOptions, find_checkpoint
 from weightwire.transfer.checkpoint.discovery import CONFIG_NAME, MAX_CONFIG_BYTES
@@ -21,25 +19,21 @@ from weightwire.transfer.checkpoint.formats import LoadFormat
 from weightwire.transfer.checkpoint.iteration import open_reader
 from weightwire.transfer.checkpoint.regions_on_disk import DEFAULT_THREADS
 from weightwire.transfer.checkpoint.regular_files import read_text
+from weightwire.transfer.checkpoint.specs import specs_of
 from weightwire.transfer.control import Control
-from weightwire.transfer.dtypes import dtype_of
 from weightwire.transfer.errors import ConfigError
-from weightwire.transfer.layouts import ModelIdentity
+from weightwire.transfer.layouts import Layout, ModelIdentity
 from weightwire.transfer.loading.direct import load_direct
 from weightwire.transfer.loading.dummy import fill_dummy
-from weightwire.transfer.loading.layout_facts import layout_facts
 from weightwire.transfer.loading.loop import UnexpectedPolicy
 from weightwire.transfer.loading.module_shells import shells_of
 from weightwire.transfer.loading.outcomes import LoadReport, NameOutcome
-from weightwire.transfer.loading.slots import attached_loader
 from weightwire.transfer.loading.walker import Pair
-from weightwire.transfer.manifest import Topology, layout_fingerprint
+from weightwire.transfer.manifest import CheckpointSpec, Topology
 from weightwire.transfer.models import BuildOptions, ParameterTree, build_model, parse_config
 from weightwire.transfer.session import RankProgress, TransferState
-from weightwire.transfer.shells import Shells
-
-# Whose layout it is; the number goes up when a shell changes without a fact of its own.
-_ENGINE = "weightwire-tree-1"
+from weightwire.transfer.shells import Shells, tensors_of
+from weightwire.transfer.tree_shells import lay_out_tree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +48,7 @@ class TreeRequest:
         build: How shells are laid out.
         unexpected: What to make of names without a place.
         threads: Reads at the same time.
+        exclude: Shell patterns of checkpoint names that are loaded, but not published.
     """
 
     folder: Path
@@ -63,6 +58,7 @@ class TreeRequest:
     build: BuildOptions = field(default_factory=BuildOptions)
     unexpected: UnexpectedPolicy = "refuse"
     threads: int = DEFAULT_THREADS
+    exclude: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,19 +171,43 @@ class TreeLoader:
             seconds=0.0,
         )
 
-    def shells(self, load: RankLoad) -> Shells:
-        """The shells of a loaded rank, in place, as what is served and saved."""
-        identity = ModelIdentity(
-            model=str(self._request.folder),
-            revision=self._checkpoint.revision if self._checkpoint else "",
+    @property
+    def specs(self) -> tuple[CheckpointSpec, ...]:
+        """Of the whole checkpoint; none where the files do not tell without being read."""
+        return specs_of(self._checkpoint) if self._checkpoint else ()
+
+    def identity(self, rank: int, *, model: str | None = None, revision: str | None = None) -> ModelIdentity:
+        """What a rank's shells are a copy of.
+
+        Args:
+            rank: Global rank.
+            model: Model id; the folder's path unless one is given.
+            revision: The checkpoint's own unless one is named.
+        """
+        return ModelIdentity(
+            model=model or str(self._request.folder),
+            revision=revision or (self._checkpoint.revision if self._checkpoint else ""),
             config=self.config_text,
+            checkpoint=self.specs,
             topology=self._request.topology,
-            rank=load.rank,
+            rank=rank,
         )
-        shells = Shells.from_module(load.tree, identity, is_placed=False)
-        held = load.tree.state_dict(keep_vars=True)
-        shells.describe({name: _fingerprint(shell) for name, shell in held.items()})
-        return shells
+
+    def shells(self, load: RankLoad, identity: ModelIdentity | None = None) -> Shells:
+        """The shells of a loaded rank, in place, as what is served and saved.
+
+        Args:
+            load: Of this loader.
+            identity: See `identity`, which gives one with the folder for a name.
+        """
+        identity = identity or self.identity(load.rank)
+        if not self.specs:
+            # Nothing is said about what lies in them: they can be taken as they are, by the same rank.
+            layout = Layout.of(tensors_of(load.tree), identity, {})
+        else:
+            found = lay_out_tree(load.tree, self.specs, identity, unexpected=self._request.unexpected)
+            layout = found.layout.without(self._request.exclude)
+        return Shells.from_layout(layout)
 
     def close(self) -> None:
         self._stack.close()
@@ -197,16 +217,6 @@ class TreeLoader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _fingerprint(shell: torch.Tensor) -> str:
-    return layout_fingerprint(
-        engine=_ENGINE,
-        dtype=dtype_of(shell).name,
-        shape=shell.shape,
-        strides=shell.stride(),
-        facts=layout_facts(attached_loader(shell)),
-    )
 
 
 class _Progress:

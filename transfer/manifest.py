@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,12 +18,13 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TypeVar
 
+from weightwire.transfer.collector import collector_paused
 from weightwire.transfer.dtypes import BY_NAME
 from weightwire.transfer.errors import ManifestError, TransferError
-from weightwire.transfer.placement import PlacedPiece
+from weightwire.transfer.placement import Pattern, PlacedConstant, PlacedPiece, is_whole
 from weightwire.transfer.regions import MAX_ELEMENTS, Region, row_major_strides
 
-FORMAT = 1
+FORMAT = 2
 DEFAULT_CHUNK_BYTES = 1 << 20
 MAX_CHUNK_BYTES = 1 << 26
 KINDS = ("parameter", "buffer", "attribute")
@@ -65,8 +67,10 @@ class TensorEntry:
         kind: `parameter`, `buffer` or `attribute` (a tensor that the module tree does not list).
         state: `placed` (checkpoint layout) or `final` (after post-processing).
         layout: Layout fingerprint; equal fingerprints mean that the bytes can be copied as they are.
-        placement: The checkpoint regions that lie in this tensor; empty where none is known.
+        placement: The checkpoint regions that lie in this tensor, disjoint; empty where none is known.
+        constants: The regions of it that hold no checkpoint values; only where a placement is known.
         digest: xxh3-64 of the elements' bytes in row-major order, 16 hex digits; empty where there are none yet.
+        region: The tensor's elements in its storage.
     """
 
     name: str
@@ -79,9 +83,12 @@ class TensorEntry:
     kind: str = "parameter"
     state: str = "placed"
     placement: tuple[PlacedPiece, ...] = ()
+    constants: tuple[PlacedConstant, ...] = ()
     digest: str = ""
+    region: Region = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "region", Region(offset=self.offset, shape=self.shape, strides=self.strides))
         if self.dtype not in BY_NAME:
             raise ManifestError(f"tensor {self.name!r}: dtype {self.dtype!r} is not one of {sorted(BY_NAME)}")
         if self.kind not in KINDS or self.state not in STATES:
@@ -94,14 +101,14 @@ class TensorEntry:
         return BY_NAME[self.dtype].itemsize
 
     @property
-    def region(self) -> Region:
-        """The tensor's elements in its storage."""
-        return Region(offset=self.offset, shape=self.shape, strides=self.strides)
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the elements; the storage may hold more."""
         return self.region.numel * self.itemsize
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether it is known what lies in it."""
+        return bool(self.placement or self.constants)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,12 +185,34 @@ class Manifest:
                 )
             if tensor.region.overlaps_itself:
                 raise ManifestError(f"tensor {tensor.name!r}: strides {list(tensor.strides)} let elements overlap")
-            end = max(region.end for region in (tensor.region, *(piece.runtime for piece in tensor.placement)))
-            if end * tensor.itemsize > self.storages[tensor.storage]:
-                raise ManifestError(
-                    f"tensor {tensor.name!r}: it, or its placement, ends at byte {end * tensor.itemsize} of a storage "
-                    f"of {self.storages[tensor.storage]} bytes"
-                )
+            self._check_extent(tensor)
+        self._check_pieces()
+
+    def _check_extent(self, tensor: TensorEntry) -> None:
+        placed = [piece.runtime_offset + piece.pattern.runtime_reach for piece in tensor.placement]
+        constant = (constant.runtime.end for constant in tensor.constants)
+        end = max((tensor.region.end, *placed, *constant)) * tensor.itemsize
+        if end > self.storages[tensor.storage]:
+            raise ManifestError(
+                f"tensor {tensor.name!r}: it, or its placement, ends at byte {end} of a storage "
+                f"of {self.storages[tensor.storage]} bytes"
+            )
+
+    def _check_pieces(self) -> None:
+        """A placement speaks of elements that the checkpoint has, as far as the manifest knows the checkpoint."""
+        numels = {spec.name: math.prod(spec.shape) for spec in self.checkpoint}
+        for tensor in self.tensors:
+            for piece in tensor.placement:
+                numel = numels.get(piece.name)
+                end = piece.checkpoint_offset + piece.pattern.checkpoint_reach
+                if numel is not None and end > numel:
+                    raise ManifestError(
+                        f"model {self.model!r} rank {self.rank} tensor {tensor.name!r}: its placement ends at element "
+                        f"{end} of checkpoint tensor {piece.name!r}, which has {numel}",
+                        model=self.model,
+                        rank=self.rank,
+                        tensor=tensor.name,
+                    )
 
     @cached_property
     def storage_bases(self) -> tuple[int, ...]:
@@ -216,21 +245,49 @@ class Manifest:
     def by_name(self) -> Mapping[str, TensorEntry]:
         return {tensor.name: tensor for tensor in self.tensors}
 
+    @cached_property
+    def whole(self) -> frozenset[str]:
+        """Names of the tensors that are the checkpoint's tensors of these names, all of them and nothing else.
+
+        Where nobody says which shape the checkpoint's tensor has, a placement is taken at its word.
+        """
+        shapes = {spec.name: spec.shape for spec in self.checkpoint}
+        return frozenset(
+            tensor.name
+            for tensor in self.tensors
+            if not tensor.constants
+            and is_whole(tensor.name, tensor.region, tensor.placement)
+            and shapes.get(tensor.name, tensor.shape) == tensor.shape
+        )
+
     def flat_region(self, tensor: TensorEntry) -> Region:
         """Where the tensor lies in the flat space, in bytes, row-major order."""
-        return self._flat_regions[tensor.name]
+        found = self._flat_regions.get(tensor.name)
+        if found is None:
+            found = tensor.region.in_bytes(tensor.itemsize).shifted(self.storage_bases[tensor.storage])
+            self._flat_regions[tensor.name] = found
+        return found
 
     @cached_property
-    def _flat_regions(self) -> Mapping[str, Region]:
-        bases = self.storage_bases
-        return {t.name: t.region.in_bytes(t.itemsize).shifted(bases[t.storage]) for t in self.tensors}
+    def _flat_regions(self) -> dict[str, Region]:
+        # Filled as they are asked for: of a source in another topology only a few ever are.
+        return {}
+
+    @cached_property
+    def tied(self) -> frozenset[str]:
+        """Names of the tensors whose elements have another name, too."""
+        names: dict[tuple[int, Region], list[str]] = {}
+        for tensor in self.tensors:
+            if tensor.region.numel:
+                names.setdefault((tensor.storage, tensor.region), []).append(tensor.name)
+        return frozenset(name for group in names.values() if len(group) > 1 for name in group)
 
     @cached_property
     def text(self) -> bytes:
         """The canonical JSON text, UTF-8."""
-        return json.dumps(_to_json(self), ensure_ascii=False, sort_keys=True, separators=(",", ":")).encode(
-            "utf-8", "surrogatepass"
-        )
+        with collector_paused():
+            text = json.dumps(_to_json(self), ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+        return text.encode("utf-8", "surrogatepass")
 
     @cached_property
     def digest(self) -> str:
@@ -252,7 +309,8 @@ class Manifest:
         if digest is not None and (actual := hashlib.sha256(text).hexdigest()) != digest:
             raise ManifestError(f"manifest {digest}: its bytes hash to {actual}")
         try:
-            manifest = _from_json(_typed(json.loads(text), dict))
+            with collector_paused():
+                manifest = _from_json(_typed(json.loads(text), dict))
         except ManifestError:
             raise
         except (ValueError, TypeError, KeyError, RecursionError, TransferError) as error:
@@ -307,6 +365,9 @@ def layout_fingerprint(
 
 
 def _to_json(manifest: Manifest) -> dict[str, object]:
+    # Numbered as they come: a pattern that thousands of pieces have is written once.
+    patterns: dict[Pattern, int] = {}
+    tensors = [_tensor_to_json(tensor, patterns) for tensor in manifest.tensors]
     return {
         "format": FORMAT,
         "model": manifest.model,
@@ -314,7 +375,8 @@ def _to_json(manifest: Manifest) -> dict[str, object]:
         "topology": {"tp": manifest.topology.tp, "pp": manifest.topology.pp, "ep": manifest.topology.ep},
         "rank": manifest.rank,
         "storages": list(manifest.storages),
-        "tensors": [_tensor_to_json(tensor) for tensor in manifest.tensors],
+        "patterns": [pattern.to_json() for pattern in patterns],
+        "tensors": tensors,
         "chunk_bytes": manifest.chunk_bytes,
         "chunk_digests": manifest.chunk_digests.hex(),
         "config": manifest.config,
@@ -322,7 +384,7 @@ def _to_json(manifest: Manifest) -> dict[str, object]:
     }
 
 
-def _tensor_to_json(tensor: TensorEntry) -> dict[str, object]:
+def _tensor_to_json(tensor: TensorEntry, patterns: dict[Pattern, int]) -> dict[str, object]:
     # Strides are left out where they say nothing: most tensors are row-major, and manifests are long.
     value: dict[str, object] = {
         "name": tensor.name,
@@ -333,21 +395,27 @@ def _tensor_to_json(tensor: TensorEntry) -> dict[str, object]:
         "kind": tensor.kind,
         "state": tensor.state,
         "layout": tensor.layout,
-        "placement": [piece.to_json() for piece in tensor.placement],
+        "placement": [
+            [p.name, p.checkpoint_offset, p.runtime_offset, patterns.setdefault(p.pattern, len(patterns))]
+            for p in tensor.placement
+        ],
         "digest": tensor.digest,
     }
     if tensor.strides != row_major_strides(tensor.shape):
         value["strides"] = list(tensor.strides)
+    if tensor.constants:
+        value["constants"] = [constant.to_json() for constant in tensor.constants]
     return value
 
 
 def _from_json(value: Mapping[str, object]) -> Manifest:
     if value.get("format") != FORMAT:
         raise ManifestError(f"manifest: format {value.get('format')!r}, expected {FORMAT}")
-    known = {f.name for f in fields(Manifest)} | {"format"}
+    known = {f.name for f in fields(Manifest)} | {"format", "patterns"}
     if unknown := sorted(set(value) - known):
         raise ManifestError(f"manifest: unknown fields {unknown}")
     topology = _typed(value["topology"], dict)
+    patterns = _patterns_from_json(value["patterns"], _typed(value["tensors"], list))
     config = value["config"]
     return Manifest(
         model=_typed(value["model"], str),
@@ -355,7 +423,7 @@ def _from_json(value: Mapping[str, object]) -> Manifest:
         topology=Topology(**{key: _typed(size, int) for key, size in topology.items()}),
         rank=_typed(value["rank"], int),
         storages=_integers(value["storages"]),
-        tensors=tuple(_tensor_from_json(item) for item in _typed(value["tensors"], list)),
+        tensors=tuple(_tensor_from_json(item, patterns) for item in _typed(value["tensors"], list)),
         chunk_bytes=_typed(value["chunk_bytes"], int),
         chunk_digests=bytes.fromhex(_typed(value["chunk_digests"], str)),
         config=None if config is None else _typed(config, str),
@@ -363,16 +431,37 @@ def _from_json(value: Mapping[str, object]) -> Manifest:
     )
 
 
-def _tensor_from_json(value: object) -> TensorEntry:
+def _patterns_from_json(value: object, tensors: Sequence[object]) -> list[Pattern]:
+    items = _typed(value, list)
+    # Counted first: a pattern takes far longer to look at than to write down, and each is there for a piece.
+    most = sum(len(_typed(_typed(tensor, dict)["placement"], list)) for tensor in tensors)
+    if len(items) > most:
+        raise ManifestError(f"manifest: {len(items)} patterns for {most} pieces of placements, expected no more")
+    return [Pattern.from_json(item) for item in items]
+
+
+def _tensor_from_json(value: object, patterns: Sequence[Pattern]) -> TensorEntry:
     item = dict(_typed(value, dict))
     shape = _integers(item.pop("shape"))
     strides = _integers(item.pop("strides")) if "strides" in item else row_major_strides(shape)
-    pieces = tuple(PlacedPiece.from_json(piece) for piece in _typed(item.pop("placement"), list))
+    pieces = tuple(_piece_from_json(piece, patterns) for piece in _typed(item.pop("placement"), list))
+    constants = tuple(PlacedConstant.from_json(constant) for constant in _typed(item.pop("constants", []), list))
     for key in ("storage", "offset"):
         _typed(item[key], int)
     for key in ("name", "dtype", "kind", "state", "layout", "digest"):
         _typed(item[key], str)
-    return TensorEntry(**item, shape=shape, strides=strides, placement=pieces)
+    return TensorEntry(**item, shape=shape, strides=strides, placement=pieces, constants=constants)
+
+
+def _piece_from_json(value: object, patterns: Sequence[Pattern]) -> PlacedPiece:
+    # By hand, since a manifest has tens of thousands of them; `type() is`, since a JSON true would pass for an int.
+    if type(value) is list and len(value) == 4:
+        name, there, here, number = value
+        if type(name) is str and type(there) is type(here) is type(number) is int and 0 <= number < len(patterns):
+            return PlacedPiece(name=name, checkpoint_offset=there, runtime_offset=here, pattern=patterns[number])
+    raise ManifestError(
+        f"placement {value!r:.200}: expected [name, offset, offset, number of a pattern below {len(patterns)}]"
+    )
 
 
 def _spec_from_json(value: object) -> CheckpointSpec:

@@ -6,204 +6,96 @@ already covered when a source is lost.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import cached_property
 
-from weightwire.transfer.errors import CoverageError, ManifestMismatchError
+from weightwire.transfer.agreement import check_agreement, check_placement, holds_the_same, missing_elements
+from weightwire.transfer.collector import collector_paused
+from weightwire.transfer.errors import CoverageError
 from weightwire.transfer.intervals import IntervalSet
-from weightwire.transfer.manifest import CheckpointSpec, Manifest, TensorEntry
+from weightwire.transfer.manifest import Manifest, TensorEntry
+from weightwire.transfer.placement import PlacedPiece
+from weightwire.transfer.plan import Copy, DiskPiece, Plan, TensorWay, Way
 from weightwire.transfer.regions import Region
-
-Way = Literal["identical", "reshard", "disk", "constant"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Copy:
-    """`target <- source`: flat regions in bytes, of equal `numel`, element for element in row-major order."""
-
-    source: Region
-    target: Region
-
-    @property
-    def nbytes(self) -> int:
-        return self.target.numel
-
-    @property
-    def is_contiguous(self) -> bool:
-        return self.source.is_contiguous and self.target.is_contiguous
+from weightwire.transfer.resharding import PlacedSources, Portion, Shapes, shapes_of
+from weightwire.transfer.sharing import Holders, Shares, even_shares, share_out
+from weightwire.transfer.units import Unit, dealt, merged, missing_positions, run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorWay:
-    """How one target tensor is filled, and why so.
+class Supply:
+    """What else a plan can count on.
 
     Attributes:
-        source: Index of the source manifest; None for the disk.
-        nbytes: Bytes that have to come this way; 0 for an alias of another tensor, or where all is covered.
+        lost: Indices of sources that do not deliver any more. They still decide where tensors are cut, so that what
+            was fetched before one was lost is found again.
+        capacities: How many processes hold each source manifest; one each unless told otherwise.
+        on_disk: Checkpoint names that the local disk has; None where nobody has looked.
+        covered: Flat bytes of the target that are filled and verified already.
     """
 
-    name: str
-    way: Way
-    reason: str
-    nbytes: int
-    source: int | None = None
+    lost: Container[int] = frozenset()
+    capacities: Sequence[int] | None = None
+    on_disk: Container[str] | None = None
+    covered: IntervalSet | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """The copies that a target rank needs.
-
-    Attributes:
-        ways: One for each target tensor, in the manifest's order.
-        copies: For each source manifest, by index, its copies in the order of the source's flat space;
-            contiguous ones that continue each other are merged.
-    """
-
-    ways: tuple[TensorWay, ...]
-    copies: tuple[tuple[Copy, ...], ...]
-
-    @property
-    def disk(self) -> tuple[str, ...]:
-        """Names of the tensors that have to come, in part or whole, from disk."""
-        return tuple(way.name for way in self.ways if way.way == "disk")
-
-    def nbytes(self, way: Way) -> int:
-        return sum(item.nbytes for item in self.ways if item.way == way)
-
-    def source_bytes(self, index: int) -> int:
-        return sum(copy.nbytes for copy in self.copies[index])
-
-
-def plan_pull(
-    target: Manifest,
-    sources: Sequence[Manifest],
-    *,
-    covered: IntervalSet | None = None,
-    on_disk: Container[str] = (),
-) -> Plan:
-    """Plan one target rank.
-
-    Each tensor comes from the first source that holds it; the caller orders the sources by preference. Memory that
-    several names share comes once, under the name that can be had best: from a source, else from disk.
+def plan_pull(target: Manifest, sources: Sequence[Manifest], supply: Supply | None = None) -> Plan:
+    """Plan one target rank; see `Planner`.
 
     Args:
         target: Layout of the shells; digests in it are not looked at.
         sources: What the sources hold; several sources with one manifest are one entry.
-        covered: Flat bytes of the target that are filled and verified already.
-        on_disk: Names in the local checkpoint.
-
-    Raises:
-        ManifestMismatchError: If a source holds a tensor of the target's name with another dtype or shape, or
-            keeps apart and different what the target ties together. Lists every conflict.
+        supply: See `Supply`; nothing covered, nothing lost unless told otherwise.
     """
-    check_agreement(target, sources)
-    covered = covered or IntervalSet()
-    planned = IntervalSet()
-    ways: dict[str, TensorWay] = {}
-    owners: dict[Region, TensorWay] = {}
-    copies: list[list[Copy]] = [[] for _ in sources]
-    for tensor, index in _by_origin(target, sources, on_disk):
-        region = target.flat_region(tensor)
-        needed = list(_uncovered(region, covered, planned))
-        if index is not None:
-            held = sources[index].by_name[tensor.name]
-            new = list(_copies(region, sources[index].flat_region(held), needed))
-            copies[index].extend(new)
-            way = _from_source(tensor, held, nbytes=sum(copy.nbytes for copy in new), index=index)
-        elif tensor.nbytes and (owner := owners.get(region)) is not None:
-            way = replace(owner, name=tensor.name, reason=f"tied to {owner.name!r}", nbytes=0)
-        else:
-            way = _from_disk(tensor, region, needed, bool(sources))
-        _mark(planned, region)
-        owners.setdefault(region, way)
-        ways[tensor.name] = way
-    ordered = tuple(ways[tensor.name] for tensor in target.tensors)
-    return Plan(ways=ordered, copies=tuple(tuple(_merged(found)) for found in copies))
+    return Planner(sources).plan(target, supply)
 
 
-def _by_origin(
-    target: Manifest, sources: Sequence[Manifest], on_disk: Container[str]
-) -> list[tuple[TensorEntry, int | None]]:
-    """Every tensor with the index of its source: first those that have one, then those on disk."""
-    found = [
-        (tensor, next((i for i, source in enumerate(sources) if tensor.name in source.by_name), None))
-        for tensor in target.tensors
-    ]
-    return sorted(found, key=lambda item: (item[1] is None, item[0].name not in on_disk))
+class Planner:
+    """Plans target ranks against the same sources.
 
-
-def check_agreement(target: Manifest, others: Iterable[Manifest]) -> None:
-    """Check that every tensor of the target that another manifest holds is the same tensor there.
-
-    Raises:
-        ManifestMismatchError: With all conflicts in `facts["conflicts"]`.
+    Each tensor comes in the best way that there is: from sources that have it in the same layout; else cut out of what
+    sources hold by placement; else from disk, slot by slot. What several sources have in the best way is shared out
+    among them. Memory that several names share comes once.
     """
-    conflicts = [conflict for other in others for conflict in _conflicts(target, other)]
-    if conflicts:
-        raise mismatch(conflicts)
+
+    def __init__(self, sources: Sequence[Manifest]) -> None:
+        """Args:
+        sources: What the sources hold; several sources with one manifest are one entry.
+        """
+        self._sources = sources
+
+    @cached_property
+    def _placed(self) -> PlacedSources:
+        return PlacedSources(self._sources)
+
+    def plan(self, target: Manifest, supply: Supply | None = None) -> Plan:
+        """Plan one target rank.
+
+        Args:
+            target: Layout of the shells; digests in it are not looked at.
+            supply: See `Supply`; nothing covered, nothing lost unless told otherwise.
+
+        Raises:
+            ManifestMismatchError: If the manifests are of two models or revisions, if a source holds a tensor of the
+                target's name with another dtype or shape, or keeps apart and different what the target ties together.
+            ManifestError: If a placement puts two things into one place, or a tensor has two shapes.
+        """
+        with collector_paused():
+            check_agreement(target, self._sources)
+            return _Planning(target, self._sources, supply or Supply(), lambda: self._placed).run()
 
 
-def disagreement(manifest: Manifest, others: Iterable[Manifest]) -> str | None:
-    """Name of a tensor whose digest differs from that in one of the `others`, if there is one.
-
-    A revision names a model's definition, not its values: two trainings of one model may go by one name.
-    """
-    for other in others:
-        for tensor in manifest.tensors:
-            held = other.by_name.get(tensor.name)
-            # Another dtype or shape is no other training, but another model: `check_agreement` refuses that.
-            if held is None or (held.dtype, held.shape) != (tensor.dtype, tensor.shape):
-                continue
-            if held.digest and tensor.digest and held.digest != tensor.digest:
-                return tensor.name
-    return None
-
-
-def check_specs(target: Manifest, specs: Mapping[str, CheckpointSpec]) -> None:
-    """Check the target's tensors against the checkpoint on disk, where both know a name.
-
-    Raises:
-        ManifestMismatchError: With all conflicts in `facts["conflicts"]`.
-    """
-    conflicts: list[dict[str, str]] = []
-    for tensor in target.tensors:
-        spec = specs.get(tensor.name)
-        if spec is not None:
-            conflicts += _differences(tensor.name, (tensor.dtype, tensor.shape), (spec.dtype, spec.shape))
-    if conflicts:
-        raise mismatch(conflicts, there="in the checkpoint on disk")
-
-
-def check_same_specs(ours: Iterable[CheckpointSpec], theirs: Iterable[CheckpointSpec]) -> None:
-    """Check that the local checkpoint and the one that a source was loaded from name the same tensors alike.
-
-    Raises:
-        ManifestMismatchError: With every tensor that only one side has, or has otherwise.
-    """
-    local, remote = ({spec.name: spec for spec in specs} for specs in (ours, theirs))
-    conflicts: list[dict[str, str]] = []
-    for name in dict.fromkeys((*local, *remote)):
-        if name in local and name in remote:
-            a, b = local[name], remote[name]
-            conflicts += _differences(name, (a.dtype, a.shape), (b.dtype, b.shape))
-        else:
-            there, here = ("absent", "present") if name in local else ("present", "absent")
-            conflicts.append({"tensor": name, "field": "name", "source": there, "target": here})
-    if conflicts:
-        raise mismatch(conflicts)
-
-
-def check_servable(plan: Plan, on_disk: Iterable[str]) -> None:
+def check_servable(plan: Plan) -> None:
     """Check that everything that the sources do not hold is on disk.
 
     Raises:
         CoverageError: Naming each tensor that is nowhere.
     """
-    available = set(on_disk)
-    missing = [way.name for way in plan.ways if way.way == "disk" and way.nbytes and way.name not in available]
-    if missing:
-        raise missing_tensors(missing)
+    if plan.nowhere:
+        raise missing_tensors(plan.nowhere)
 
 
 def missing_tensors(names: Sequence[str]) -> CoverageError:
@@ -212,23 +104,6 @@ def missing_tensors(names: Sequence[str]) -> CoverageError:
         f"{len(names)} tensors are held by no source that can be reached and are not on disk: {shown}",
         missing=list(names),
     )
-
-
-def mismatch(conflicts: list[dict[str, str]], *, there: str = "on the source") -> ManifestMismatchError:
-    """One error for all conflicts, the first few of them in words."""
-    lines = [
-        f"tensor {c['tensor']!r}: {c['field']} is {c['source']} {there}, {c['target']} on the target"
-        for c in conflicts[:5]
-    ]
-    more = f" (and {len(conflicts) - 5} more)" if len(conflicts) > 5 else ""
-    return ManifestMismatchError("; ".join(lines) + more, conflicts=conflicts)
-
-
-def filled_region(region: Region) -> list[tuple[int, int]]:
-    """The flat intervals that a filled region covers; one for a dense one, whatever its order."""
-    if region.end - region.offset == region.numel:
-        return [(region.offset, region.end)]
-    return [(start, start + length) for start, length in region.runs()]
 
 
 def entangled(manifest: Manifest) -> frozenset[str]:
@@ -254,103 +129,307 @@ def entangled(manifest: Manifest) -> frozenset[str]:
     return frozenset(found)
 
 
-def _conflicts(target: Manifest, source: Manifest) -> Iterator[dict[str, str]]:
-    tied: dict[Region, TensorEntry] = {}
-    for tensor in target.tensors:
-        held = source.by_name.get(tensor.name)
-        if held is None:
-            continue
-        yield from _differences(tensor.name, (tensor.dtype, tensor.shape), (held.dtype, held.shape))
+class _Draft:
+    """What has been found out for one tensor."""
+
+    def __init__(self, way: Way, reason: str) -> None:
+        self.way = way
+        self.reason = reason
+        self.units: list[Unit] = []
+        self.disk: list[DiskPiece] = []
+        self.disk_nbytes = 0
+        self.nowhere: list[str] = []
+        self.sources: set[int] = set()
+
+    @property
+    def nbytes(self) -> int:
+        return self.disk_nbytes + sum(unit.nbytes for unit in self.units)
+
+
+class _Planning:
+    def __init__(
+        self, target: Manifest, sources: Sequence[Manifest], supply: Supply, placed: Callable[[], PlacedSources]
+    ) -> None:
+        self._target = target
+        self._sources = sources
+        self._supply = supply
+        self._covered = supply.covered or IntervalSet()
+        # Writing to a tensor that overlaps another one has to leave out what the other one writes.
+        self._entangled = entangled(target)
+        self._planned = IntervalSet()
+        # Asked for only when a tensor needs it: most targets of a source's own topology never do.
+        self._placed = placed
+        self._live = [index for index in range(len(sources)) if index not in supply.lost]
+        self._is_complete = len(self._live) == len(sources)
+
+    def run(self) -> Plan:
+        drafts = self._drafts()
+        self._close_over_siblings(drafts)
+        copies = self._share_out(drafts)
+        owners: dict[Region, str] = {}
+        ways = []
+        for tensor in self._target.tensors:
+            draft = drafts.get(tensor.name)
+            if draft is None:
+                ways.append(self._tied(tensor, drafts, owners))
+                continue
+            owners.setdefault(self._target.flat_region(tensor), tensor.name)
+            ways.append(_way_of(tensor.name, draft))
+        return Plan(
+            ways=tuple(ways),
+            copies=tuple(tuple(merged(found)) for found in copies),
+            disk=tuple(piece for draft in drafts.values() for piece in draft.disk),
+            nowhere=tuple(name for draft in drafts.values() for name in draft.nowhere),
+        )
+
+    def _drafts(self) -> dict[str, _Draft]:
+        """What is found out for each tensor; of those that share a box of memory only for the one had best."""
+        groups: defaultdict[Region, list[TensorEntry]] = defaultdict(list)
+        drafts: dict[str, _Draft] = {}
+        later: list[TensorEntry] = []
+        for tensor in self._target.tensors:
+            if not tensor.nbytes:
+                drafts[tensor.name] = self._draft(tensor)
+            else:
+                groups[self._target.flat_region(tensor)].append(tensor)
+        for names in groups.values():
+            if len(names) == 1 and names[0].name not in self._entangled:
+                drafts[names[0].name] = self._draft(names[0])
+            else:
+                later.extend(names)
+        owned: set[Region] = set()
+        # Those that have a source come first, so that the disk is asked for nothing that a source can give.
+        for tensor in sorted(later, key=self._cost):
+            region = self._target.flat_region(tensor)
+            if region not in owned:
+                owned.add(region)
+                drafts[tensor.name] = self._draft(tensor)
+                self._planned.add_region(region)
+        return drafts
+
+    def _cost(self, tensor: TensorEntry) -> tuple[bool, int]:
+        draft = self._draft(tensor)
+        return bool(draft.nowhere), draft.disk_nbytes
+
+    def _draft(self, tensor: TensorEntry) -> _Draft:
+        if (found := self._from_the_same(tensor)) is not None:
+            return found
         if not tensor.nbytes:
-            continue
-        first = tied.setdefault(target.flat_region(tensor), held)
-        if source.flat_region(first) != source.flat_region(held) and first.digest != held.digest:
-            yield {
-                "tensor": tensor.name,
-                "field": "value",
-                "source": f"not that of {first.name!r}",
-                "target": f"tied to {first.name!r}",
-            }
+            return _Draft("disk", self._absent())
+        if not tensor.is_placed or tensor.state == "final":
+            draft = _Draft("disk", f"{self._absent()}, and it is not known which checkpoint elements lie in it")
+            self._leave_to_disk(draft, tensor, None)
+            return draft
+        return self._from_placements(tensor)
+
+    def _absent(self) -> str:
+        return "no source holds it" if self._sources else "no source"
+
+    def _from_the_same(self, tensor: TensorEntry) -> _Draft | None:
+        """From sources that hold the same elements under the same name: as they lie there, if layouts agree."""
+        alike: list[tuple[int, TensorEntry]] = []
+        others: list[tuple[int, TensorEntry]] = []
+        for index in self._live:
+            source = self._sources[index]
+            held = source.by_name.get(tensor.name)
+            # Looked at here first: in another topology the shapes differ, and that is nearly always the end of it.
+            if held is None or held.shape != tensor.shape:
+                continue
+            if holds_the_same((self._target, tensor), (source, held)):
+                (alike if held.layout == tensor.layout else others).append((index, held))
+        if not alike and not others:
+            return None
+        draft = _Draft("identical", "same layout")
+        if not alike:
+            draft = _Draft("reshard", "same elements, other strides: gathered by the source")
+        region = self._target.flat_region(tensor)
+        holders = [(index, self._sources[index].flat_region(held)) for index, held in alike or others]
+        is_run = len(region.shape) == 1 and region.strides == (1,)
+        if not is_run and _is_dense(region) and all(_line_up(region, there) for _, there in holders):
+            # Equal strides without gaps: whatever the order is, it is the same on both sides, byte by byte.
+            region, holders = _run_of(region), [(index, _run_of(there)) for index, there in holders]
+        self._add_units(draft, tensor.name, region, tuple(holders))
+        return draft
+
+    def _from_placements(self, tensor: TensorEntry) -> _Draft:
+        if tensor.name not in self._target.whole:
+            check_placement(self._target, tensor)
+        if not tensor.placement:
+            return _Draft("constant", "holds one value")
+        draft = _Draft("reshard", "")
+        absent: dict[str, str] = {}
+        for piece, portions in self._placed().portions(self._target, tensor, self._shapes):
+            if portions is None:
+                absent.setdefault(piece.name, "its part of the tensor is no box")
+                self._leave_to_disk(draft, tensor, piece)
+                continue
+            given = portions if self._is_complete else [self._live_part(portion) for portion in portions]
+            if given and not any(portion.holders for portion in given):
+                absent.setdefault(piece.name, self._why_absent(piece.name, tensor.dtype))
+                # In one read, unless parts of it are there already.
+                for part in given if self._covered else [None]:
+                    self._leave_to_disk(draft, tensor, piece, part)
+                continue
+            for portion in given:
+                if portion.holders:
+                    self._add_units(draft, tensor.name, portion.target, portion.holders)
+                else:
+                    absent.setdefault(piece.name, "a part of it is held by no source")
+                    self._leave_to_disk(draft, tensor, piece, portion)
+        if missing_elements(tensor):
+            draft.nowhere.append(tensor.name)
+        draft.reason = _reason(tensor.name, absent, self._absent())
+        if absent:
+            draft.way = "disk"
+        return draft
+
+    @cached_property
+    def _shapes(self) -> Shapes:
+        return shapes_of((self._target,))
+
+    def _live_part(self, portion: Portion) -> Portion:
+        return portion._replace(holders=tuple(held for held in portion.holders if held[0] not in self._supply.lost))
+
+    def _why_absent(self, name: str, dtype: str) -> str:
+        others = [other for other in self._placed().dtypes_of(name) if other != dtype]
+        return f"sources hold it as {', '.join(others)}, the shell is {dtype}" if others else self._absent()
+
+    def _leave_to_disk(
+        self, draft: _Draft, tensor: TensorEntry, piece: PlacedPiece | None, portion: Portion | None = None
+    ) -> None:
+        """Take down that a tensor, or a piece of it, or a part of a piece, has no source."""
+        runtime = (
+            portion.runtime.shifted(piece.runtime_offset)
+            if portion and piece
+            else piece.runtime
+            if piece
+            else tensor.region
+        )
+        flat = runtime.in_bytes(tensor.itemsize).shifted(self._target.storage_bases[tensor.storage])
+        needed = sum(end - begin for begin, end in self._needed(flat, tensor.name))
+        if not needed:
+            return
+        found = DiskPiece(
+            tensor=tensor.name,
+            name=piece.name if piece else None,
+            checkpoint=portion.checkpoint if portion else piece.checkpoint if piece else tensor.region,
+            runtime=runtime,
+        )
+        draft.disk_nbytes += needed
+        draft.disk.append(found)
+        on_disk = self._supply.on_disk
+        if piece is None or (on_disk is not None and piece.name not in on_disk):
+            draft.nowhere.append(str(found))
+
+    def _add_units(self, draft: _Draft, name: str, region: Region, holders: tuple[tuple[int, Region], ...]) -> None:
+        for begin, end in self._needed(region, name):
+            draft.units.append(Unit(name, region, begin, end, holders))
+
+    def _needed(self, region: Region, name: str) -> list[tuple[int, int]]:
+        """Positions in a flat region's row-major order, as intervals, that are neither covered nor planned."""
+        needed = [(0, region.numel)] if region.numel else []
+        if not self._covered and name not in self._entangled:
+            return needed
+        for intervals in [self._covered, self._planned] if name in self._entangled else [self._covered]:
+            needed = [gap for begin, end in needed for gap in missing_positions(region, begin, end, intervals)]
+        return needed
+
+    def _close_over_siblings(self, drafts: Mapping[str, _Draft]) -> None:
+        """The tensors of one module are filled together or not at all: half of a fused layer is of no use."""
+        broken: dict[str, str] = {}
+        for name, draft in drafts.items():
+            if draft.nowhere:
+                broken.setdefault(_module(name), draft.nowhere[0])
+        for name, draft in drafts.items() if broken else ():
+            lacking = broken.get(_module(name))
+            if lacking is not None and draft.units:
+                draft.units.clear()
+                draft.way = "disk"
+                draft.reason = f"{lacking!r} of the same module is nowhere"
+
+    def _share_out(self, drafts: Mapping[str, _Draft]) -> list[list[Copy]]:
+        """Decide for each unit which of its holders sends it."""
+        copies: list[list[Copy]] = [[] for _ in self._sources]
+        given = [0] * len(self._sources)
+        shared: defaultdict[Holders, list[Unit]] = defaultdict(list)
+        for draft in drafts.values():
+            for unit in draft.units:
+                holders = unit.holders
+                if len(holders) == 1:
+                    index, source = holders[0]
+                    given[index] += unit.end - unit.begin
+                    draft.sources.add(index)
+                    copies[index].extend(unit.copies(source))
+                else:
+                    shared[tuple([index for index, _ in holders])].append(unit)
+        if not shared:
+            return copies
+        needed = {holders: sum(unit.nbytes for unit in units) for holders, units in shared.items()}
+        shares = share_out(given, needed, lambda: self._shares(needed), first=self._target.rank % len(self._sources))
+        for numbers, units in shared.items():
+            for unit, index in dealt(units, shares[numbers]):
+                copies[index].extend(unit.copies(dict(unit.holders)[index]))
+                drafts[unit.tensor].sources.add(index)
+        return copies
+
+    def _shares(self, needed: Mapping[Holders, int]) -> Shares:
+        """Parts of the sets of holders that are needed here, by what the sources hold of the whole model."""
+        rates = [max(1, rate) for rate in self._supply.capacities or [1] * len(self._sources)]
+        held: defaultdict[Holders, int] = defaultdict(int)
+        for holders, nbytes in self._placed().held_bytes().items():
+            held[tuple(holder for holder in holders if holder not in self._supply.lost)] += nbytes
+        held.pop((), None)
+        # By these alone, and in their order, so that every target rank finds the same shares. What is shared as it is,
+        # without a placement, is not among them.
+        others = {holders: nbytes for holders, nbytes in needed.items() if holders not in held}
+        return even_shares(held, rates) | even_shares(others, rates)
+
+    def _tied(self, tensor: TensorEntry, drafts: Mapping[str, _Draft], owners: Mapping[Region, str]) -> TensorWay:
+        """The way of a tensor whose memory is filled under another name."""
+        region = self._target.flat_region(tensor)
+        owner = owners.get(region) or next(
+            other.name
+            for other in self._target.tensors
+            if other.name in drafts and self._target.flat_region(other) == region
+        )
+        way = _way_of(owner, drafts[owner])
+        return replace(way, name=tensor.name, reason=f"tied to {owner!r}", nbytes=0, disk_nbytes=0)
 
 
-def _differences(
-    name: str, target: tuple[str, tuple[int, ...]], other: tuple[str, tuple[int, ...]]
-) -> Iterator[dict[str, str]]:
-    if target[0] != other[0]:
-        yield {"tensor": name, "field": "dtype", "source": other[0], "target": target[0]}
-    if target[1] != other[1]:
-        yield {"tensor": name, "field": "shape", "source": str(list(other[1])), "target": str(list(target[1]))}
-
-
-def _uncovered(region: Region, *known: IntervalSet) -> Iterator[tuple[int, int]]:
-    """The flat intervals of `region` that none of the sets covers."""
-    for begin, end in filled_region(region):
-        gaps = [(begin, end)]
-        for covered in known:
-            gaps = [gap for low, high in gaps for gap in covered.missing(low, high)]
-        yield from gaps
-
-
-def _mark(planned: IntervalSet, region: Region) -> None:
-    for begin, end in filled_region(region):
-        planned.add(begin, end)
-
-
-def _copies(target: Region, source: Region, needed: list[tuple[int, int]]) -> Iterator[Copy]:
-    """The copies for the `needed` intervals of one tensor; into a strided one it is the whole tensor or nothing."""
-    dense = target.end - target.offset == target.numel
-    if dense and source.coalesced() == target.shifted(source.offset - target.offset).coalesced():
-        # Equal strides without gaps: whatever the order is, it is the same on both sides, byte by byte.
-        for begin, end in needed:
-            yield Copy(source=_run(begin - target.offset + source.offset, end - begin), target=_run(begin, end - begin))
-    elif target.is_contiguous:
-        # What is covered already must not be written again: it would count as verified while it is not.
-        for begin, end in needed:
-            at = begin
-            for box in source.packed(begin - target.offset, end - target.offset):
-                yield Copy(source=box, target=_run(at, box.numel))
-                at += box.numel
-    elif needed:
-        yield Copy(source=source, target=target)
-
-
-def _run(begin: int, nbytes: int) -> Region:
-    return Region(offset=begin, shape=(nbytes,), strides=(1,))
-
-
-def _merged(copies: list[Copy]) -> Iterator[Copy]:
-    """Sorted by the source's flat space; contiguous copies that continue each other on both sides become one."""
-    last: Copy | None = None
-    for copy in sorted(copies, key=lambda copy: copy.source.offset):
-        if last is not None and _continues(last, copy):
-            nbytes = last.nbytes + copy.nbytes
-            last = Copy(source=_run(last.source.offset, nbytes), target=_run(last.target.offset, nbytes))
-            continue
-        if last is not None:
-            yield last
-        last = copy
-    if last is not None:
-        yield last
-
-
-def _continues(last: Copy, copy: Copy) -> bool:
-    return (
-        last.is_contiguous
-        and copy.is_contiguous
-        and last.source.end == copy.source.offset
-        and last.target.end == copy.target.offset
+def _way_of(name: str, draft: _Draft) -> TensorWay:
+    return TensorWay(
+        name=name,
+        way=draft.way,
+        reason=draft.reason,
+        nbytes=draft.nbytes,
+        disk_nbytes=draft.disk_nbytes,
+        sources=tuple(sorted(draft.sources)),
     )
 
 
-def _from_source(tensor: TensorEntry, held: TensorEntry, *, nbytes: int, index: int) -> TensorWay:
-    if tensor.layout == held.layout:
-        return TensorWay(name=tensor.name, way="identical", reason="same layout", nbytes=nbytes, source=index)
-    reason = "same elements, other strides: gathered by the source"
-    return TensorWay(name=tensor.name, way="reshard", reason=reason, nbytes=nbytes, source=index)
+def _reason(name: str, absent: Mapping[str, str], nothing: str) -> str:
+    if not absent:
+        return "cut out of what the sources hold, by placement"
+    first, why = next(iter(absent.items()))
+    if why == nothing and (first == name or len(absent) == 1):
+        return why if first == name else f"{why}: {first}"
+    more = f", and {len(absent) - 1} more" if len(absent) > 1 else ""
+    return f"{first}: {why}{more}"
 
 
-def _from_disk(tensor: TensorEntry, region: Region, needed: list[tuple[int, int]], any_source: bool) -> TensorWay:
-    reason = "no source holds it" if any_source else "no source"
-    strided = not region.is_contiguous
-    nbytes = region.numel if strided and needed else sum(end - begin for begin, end in needed)
-    return TensorWay(name=tensor.name, way="disk", reason=reason, nbytes=nbytes)
+def _module(name: str) -> str:
+    return name.rpartition(".")[0] or name
+
+
+def _is_dense(region: Region) -> bool:
+    return region.end - region.offset == region.numel
+
+
+def _line_up(target: Region, source: Region) -> bool:
+    if (target.shape, target.strides) == (source.shape, source.strides):
+        return True
+    return source.coalesced() == target.shifted(source.offset - target.offset).coalesced()
+
+
+def _run_of(region: Region) -> Region:
+    return run(region.offset, region.numel)

@@ -11,23 +11,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from weightwire.transfer.dtypes import dtype_named, dtype_of
+from weightwire.transfer.dtypes import dtype_named
 from weightwire.transfer.errors import ManifestError, NotFoundError
 from weightwire.transfer.integrity import DIGEST_BYTES, checksum, digest_text
-from weightwire.transfer.layouts import ModelIdentity, plain_fingerprint
+from weightwire.transfer.layouts import Layout, ModelIdentity
 from weightwire.transfer.manifest import (
     DEFAULT_CHUNK_BYTES,
     Manifest,
-    TensorEntry,
 )
-from weightwire.transfer.placement import place_whole
+from weightwire.transfer.placement import PlacedConstant
 from weightwire.transfer.regions import Region
-
-# A storage that is cut out of a larger allocation starts at a multiple of this, so that views of every dtype
-# keep whole element offsets.
-_BASE_ALIGNMENT_BYTES = 16
 
 
 class Shells:
@@ -58,26 +55,20 @@ class Shells:
         identity: ModelIdentity | None = None,
         *,
         non_persistent: bool = False,
-        is_placed: bool = True,
     ) -> Shells:
         """The parameters and buffers of `module`, in place; tied ones share a storage, so they move once.
 
         Args:
-            module: On the CPU. Its tensors are written where they lie: data pointers, strides and ties stay.
+            module: On the CPU. Its tensors are written where they lie: data pointers, strides and ties stay. Each is
+                taken for the checkpoint's tensor of the same name, whole.
             identity: Of the model; without it a nameless one.
             non_persistent: Also take buffers that a checkpoint would not hold.
-            is_placed: Whether each tensor is the checkpoint's tensor of the same name, whole; if not, nothing is said
-                about what lies in it.
 
         Raises:
             ManifestError: If a tensor is not plain CPU memory (meta, sparse, quantised, conjugated, on a device).
             DtypeError: If a dtype may not travel.
         """
-        shells = cls.from_tensors(dict(_module_tensors(module, non_persistent)), identity)
-        if not is_placed:
-            entries = tuple(replace(tensor, placement=()) for tensor in shells.manifest.tensors)
-            shells.manifest = replace(shells.manifest, tensors=entries)
-        return shells
+        return cls.from_tensors(tensors_of(module, non_persistent=non_persistent), identity)
 
     @classmethod
     def from_tensors(
@@ -90,19 +81,26 @@ class Shells:
             ManifestError: As `from_module`.
             DtypeError: If a dtype may not travel.
         """
-        identity = identity or ModelIdentity(model="")
-        groups: dict[int, list[str]] = {}
-        for name, tensor in tensors.items():
-            _check_plain(name, tensor)
-            groups.setdefault(tensor.untyped_storage()._cdata, []).append(name)
-        storages, entries = [], dict[str, TensorEntry]()
-        for number, names in enumerate(groups.values()):
-            base, storage = _cut_storage([tensors[name] for name in names])
-            storages.append(storage)
-            for name in names:
-                entries[name] = _describe(name, tensors[name], storage=number, base=base)
-        sizes = [storage.numel() for storage in storages]
-        return cls(identity.manifest(sizes, [entries[name] for name in tensors], chunk_bytes), storages)
+        return cls.from_layout(Layout.of(tensors, identity or ModelIdentity(model=""), chunk_bytes=chunk_bytes))
+
+    @classmethod
+    def from_layout(cls, layout: Layout) -> Shells:
+        """The tensors of a layout, in place.
+
+        Raises:
+            ManifestError: If one of them is not on the CPU.
+        """
+        for tensor in layout.manifest.tensors:
+            device = layout.cuts[tensor.storage][0].device
+            if device.type != "cpu":
+                raise ManifestError(
+                    f"tensor {tensor.name!r}: lies on device {device}, expected the CPU", tensor=tensor.name
+                )
+        storages = [
+            torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), begin, (end - begin,), (1,))
+            for tensor, begin, end in layout.cuts
+        ]
+        return cls(layout.manifest, storages)
 
     @classmethod
     def allocate(cls, manifest: Manifest) -> Shells:
@@ -160,9 +158,7 @@ class Shells:
         end = region.numel if end is None else end
         if region.is_contiguous:
             return self.views(region.offset + begin, region.offset + end)
-        # `reshape` leaves a box of one dimension as it is, with its gaps.
-        boxes = [self.box(part).reshape(-1).contiguous() for part in region.packed(begin, end)]
-        return [box.numpy().data for box in boxes]
+        return [np.ascontiguousarray(self._array(part)).reshape(-1).data for part in region.packed(begin, end)]
 
     def scatter(self, packed: memoryview, region: Region, begin: int) -> None:
         """Write `packed` over bytes `begin` and following of a flat region, in row-major order."""
@@ -171,10 +167,20 @@ class Shells:
             for view in self.views(region.offset + begin, region.offset + begin + len(packed)):
                 view[:] = packed[taken : (taken := taken + len(view))]
             return
-        source = torch.frombuffer(packed, dtype=torch.uint8)
+        source = np.frombuffer(packed, dtype=np.uint8)
         for part in region.packed(begin, begin + len(packed)):
-            self.box(part).copy_(source[taken : taken + part.numel].view(part.shape))
+            np.copyto(self._array(part), source[taken : taken + part.numel].reshape(part.shape))
             taken += part.numel
+
+    def _array(self, region: Region) -> npt.NDArray[np.uint8]:
+        """A strided view of a flat region, in bytes, that lies in one storage.
+
+        By numpy, which copies in the thread that asks: torch would wake a pool of threads for each chunk, and they
+        would wait for each other while other streams have the cores.
+        """
+        at = bisect_right(self._bases, region.offset) - 1
+        offset = region.offset - self._bases[at]
+        return np.ndarray(region.shape, np.uint8, self._views[at], offset, region.strides)
 
     def digest(self, name: str) -> str:
         """xxh3-64 of a tensor's bytes in row-major order, computed now."""
@@ -207,10 +213,16 @@ class Shells:
             checkpoint=identity.checkpoint,
         )
 
-    def describe(self, layouts: Mapping[str, str]) -> None:
-        """Put layout fingerprints, by runtime name, into the manifest; tensors that are not named keep theirs."""
-        entries = (replace(tensor, layout=layouts.get(tensor.name, tensor.layout)) for tensor in self.manifest.tensors)
-        self.manifest = replace(self.manifest, tensors=tuple(entries))
+    def fill_constant(self, name: str, constant: PlacedConstant) -> None:
+        """Write a constant region of a tensor."""
+        entry = self.manifest.by_name[name]
+        storage = self._storages[entry.storage]
+        first = storage.storage_offset() // entry.itemsize
+        region = constant.runtime
+        view = torch.empty(0, dtype=dtype_named(entry.dtype).torch_dtype).set_(
+            storage.untyped_storage(), first + region.offset, region.shape, region.strides
+        )
+        view.fill_(constant.value)
 
     def fill(self, byte: int) -> None:
         """Set every byte of every storage, to touch the pages or to make unwritten ones visible."""
@@ -218,62 +230,19 @@ class Shells:
             storage.fill_(byte)
 
 
-def _module_tensors(module: torch.nn.Module, non_persistent: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_of(module: torch.nn.Module, *, non_persistent: bool = False) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by every name that they have, module by module.
+
+    Args:
+        module: On any device.
+        non_persistent: Also take buffers that a checkpoint would not hold.
+    """
+    found: dict[str, torch.Tensor] = {}
     for prefix, child in module.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
         for name, parameter in child.named_parameters(recurse=False, remove_duplicate=False):
-            yield dot + name, parameter.data
+            found[dot + name] = parameter.data
         for name, buffer in child.named_buffers(recurse=False, remove_duplicate=False):
             if non_persistent or name not in child._non_persistent_buffers_set:
-                yield dot + name, buffer
-
-
-def _check_plain(name: str, tensor: torch.Tensor) -> None:
-    """Refuse what is not plain memory of this process, before anything is read or written."""
-    wrong = None
-    if tensor.device.type != "cpu":
-        wrong = f"lies on device {tensor.device}, expected the CPU"
-    elif tensor.layout is not torch.strided or tensor.is_quantized:
-        wrong = f"has layout {tensor.layout}, expected plain strided memory"
-    elif tensor.is_conj() or tensor.is_neg():
-        wrong = "is a lazily conjugated or negated view, expected its resolved bytes"
-    elif _elements(tensor).overlaps_itself:
-        wrong = f"has strides {list(tensor.stride())}: elements share memory, expected each to have its own"
-    elif _elements(tensor).end * tensor.itemsize > (held := tensor.untyped_storage().nbytes()) and tensor.numel():
-        # Torch would quietly grow it, and nobody would look there: the owner has let go of this memory.
-        wrong = f"has a storage of {held} bytes, expected {_elements(tensor).end * tensor.itemsize} or more"
-    if wrong:
-        raise ManifestError(f"tensor {name!r}: {wrong}", tensor=name)
-
-
-def _cut_storage(tensors: Iterable[torch.Tensor]) -> tuple[int, torch.Tensor]:
-    """The part of a common allocation that `tensors` span: its first byte, and a flat uint8 view of it.
-
-    What lies before and after belongs to others and is neither served nor hashed.
-    """
-    spans = [(_elements(tensor), tensor) for tensor in tensors]
-    filled = [(region.in_bytes(tensor.itemsize), tensor) for region, tensor in spans if region.numel]
-    begin = min((region.offset for region, _ in filled), default=0) // _BASE_ALIGNMENT_BYTES * _BASE_ALIGNMENT_BYTES
-    end = max((region.end for region, _ in filled), default=begin)
-    allocation = spans[0][1].untyped_storage()
-    return begin, torch.empty(0, dtype=torch.uint8).set_(allocation, begin, (end - begin,), (1,))
-
-
-def _elements(tensor: torch.Tensor) -> Region:
-    return Region(offset=int(tensor.storage_offset()), shape=tuple(tensor.shape), strides=tensor.stride())
-
-
-def _describe(name: str, tensor: torch.Tensor, *, storage: int, base: int) -> TensorEntry:
-    dtype = dtype_of(tensor)
-    offset = int(tensor.storage_offset()) - base // dtype.itemsize if tensor.numel() else 0
-    region = Region(offset=offset, shape=tuple(tensor.shape), strides=tensor.stride())
-    return TensorEntry(
-        name=name,
-        dtype=dtype.name,
-        shape=region.shape,
-        strides=region.strides,
-        storage=storage,
-        offset=offset,
-        layout=plain_fingerprint(dtype.name, region.shape, region.strides),
-        placement=place_whole(name, region),
-    )
+                found[dot + name] = buffer
+    return found

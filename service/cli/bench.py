@@ -24,7 +24,7 @@ from weightwire.transfer.control import Control
 from weightwire.transfer.errors import IntegrityError, SourceUnreachableError
 from weightwire.transfer.intervals import IntervalSet
 from weightwire.transfer.manifest import Manifest
-from weightwire.transfer.planning import plan_pull
+from weightwire.transfer.planning import Supply, plan_pull
 from weightwire.transfer.shells import Shells
 from weightwire.transfer.tickets import Ticket, issue_ticket
 from weightwire.transfer.wire.puller import Coverage, Puller, PullOptions
@@ -95,7 +95,7 @@ def _measure(endpoint: Endpoint, manifest: Manifest, *, pid: int, streams: int, 
     shells.fill(_PAGE_TOUCH)
     plan = plan_pull(shells.manifest, [manifest])
     with Puller(shells, [endpoint], {manifest.digest: manifest}, PullOptions(streams=streams)) as puller:
-        puller.connect()
+        puller.connect(plan)
         _warm_up(puller, shells, manifest, control)
         _reset_peak()
         rss, cpu = _status_bytes("VmRSS"), _cpu_seconds(pid)
@@ -118,7 +118,7 @@ def _measure(endpoint: Endpoint, manifest: Manifest, *, pid: int, streams: int, 
 def _warm_up(puller: Puller, shells: Shells, manifest: Manifest, control: Control) -> None:
     """Pull the first bytes over the connections that are measured later, and wipe them out."""
     rest = IntervalSet([(_WARM_UP_BYTES, max(_WARM_UP_BYTES, manifest.total_bytes))])
-    puller.pull(plan_pull(shells.manifest, [manifest], covered=rest), control)
+    puller.pull(plan_pull(shells.manifest, [manifest], Supply(covered=rest)), control)
     shells.fill(_PAGE_TOUCH)
     puller.coverage = Coverage()
 

@@ -16,11 +16,13 @@ from weightwire.transfer.checkpoint import Checkpoint
 from weightwire.transfer.checkpoint.regions_on_disk import DiskCopy, read_copies
 from weightwire.transfer.checkpoint.specs import specs_of
 from weightwire.transfer.control import Control
-from weightwire.transfer.disk_pieces import disk_copies, is_whole, tensors_on_disk
+from weightwire.transfer.disk_pieces import disk_copies, names_on_disk
+from weightwire.transfer.errors import ManifestError
 from weightwire.transfer.filling import Origins, fill
 from weightwire.transfer.intervals import IntervalSet
 from weightwire.transfer.manifest import CheckpointSpec
 from weightwire.transfer.placement import PlacedPiece
+from weightwire.transfer.planning import Supply, plan_pull
 from weightwire.transfer.regions import Region, row_major
 from weightwire.transfer.shells import Shells
 from weightwire.transfer.wire.framing import FRAME_OVERHEAD_BYTES
@@ -40,7 +42,7 @@ def fused_placement() -> tuple[PlacedPiece, ...]:
     pieces, row = list[PlacedPiece](), 0
     for name, rows in ROWS.items():
         whole = row_major((rows, COLUMNS))
-        pieces.append(PlacedPiece(name=name, checkpoint=whole, runtime=whole.shifted(row * COLUMNS)))
+        pieces.append(PlacedPiece.of(name, checkpoint=whole, runtime=whole.shifted(row * COLUMNS)))
         row += rows
     return tuple(pieces)
 
@@ -67,8 +69,12 @@ def disk(tmp_path: Path) -> Iterator[Checkpoint]:
         yield checkpoint
 
 
-def copies_of(shells: Shells, name: str, covered: IntervalSet) -> list[DiskCopy]:
-    return list(disk_copies(shells, shells.manifest.by_name[name], covered))
+def copies_of(shells: Shells, disk: Checkpoint, name: str, covered: IntervalSet) -> list[DiskCopy]:
+    """What a plan without sources has read of the disk for one tensor."""
+    specs = {spec.name: spec for spec in specs_of(disk)}
+    plan = plan_pull(shells.manifest, [], Supply(on_disk=names_on_disk(shells.manifest, specs), covered=covered))
+    assert plan.nowhere == ()
+    return list(disk_copies(shells, [piece for piece in plan.disk if piece.tensor == name], specs, covered))
 
 
 def read(checkpoint: Checkpoint, copies: list[DiskCopy]) -> int:
@@ -85,7 +91,7 @@ def test_disk_reads_exactly_what_is_missing_of_v_and_leaves_q_and_k_alone(disk: 
     base = shells.manifest.storage_bases[1]
     arrived = base + (ROWS["q_proj"] + ROWS["k_proj"] + 6) * CHUNK_BYTES
     covered = IntervalSet([(base, arrived)])
-    copies = copies_of(shells, "qkv", covered)
+    copies = copies_of(shells, disk, "qkv", covered)
     assert [(copy.name, copy.source) for copy in copies] == [
         ("v_proj", Region(offset=6 * CHUNK_BYTES, shape=(4 * CHUNK_BYTES,), strides=(1,)))
     ]
@@ -143,13 +149,13 @@ def test_peer_that_dies_within_v_is_made_up_for_with_the_rest_of_v(
 def test_nothing_is_read_of_a_tensor_that_is_there(disk: Checkpoint) -> None:
     shells = poisoned_qkv()
     covered = IntervalSet([(0, shells.manifest.total_bytes)])
-    assert copies_of(shells, "qkv", covered) == []
-    assert copies_of(shells, "norm", covered) == []
+    assert copies_of(shells, disk, "qkv", covered) == []
+    assert copies_of(shells, disk, "norm", covered) == []
 
 
 def test_everything_is_read_of_a_tensor_that_is_not_there(disk: Checkpoint) -> None:
     shells = poisoned_qkv()
-    copies = [copy for name in ("norm", "qkv") for copy in copies_of(shells, name, IntervalSet())]
+    copies = [copy for name in ("norm", "qkv") for copy in copies_of(shells, disk, name, IntervalSet())]
     assert [copy.name for copy in copies] == ["norm", *ROWS]
     assert read(disk, copies) == shells.manifest.total_bytes
     assert bits(shells.tensor("qkv")) == bits(FUSED)
@@ -160,7 +166,7 @@ def test_holes_are_filled_one_by_one(disk: Checkpoint) -> None:
     shells = poisoned_qkv()
     base = shells.manifest.storage_bases[1]
     covered = IntervalSet([(base + 10, base + 70), (base + 300, base + 500)])
-    copies = copies_of(shells, "qkv", covered)
+    copies = copies_of(shells, disk, "qkv", covered)
     assert [(copy.name, copy.source.offset, copy.source.numel) for copy in copies] == [
         ("q_proj", 0, 10), ("q_proj", 70, 4 * 64 - 70), ("k_proj", 0, 300 - 256), ("v_proj", 500 - 384, 640 - 116),
     ]  # fmt: skip
@@ -174,68 +180,75 @@ def test_holes_are_filled_one_by_one(disk: Checkpoint) -> None:
 def test_columns_of_a_row_parallel_weight_are_read_alone(disk: Checkpoint) -> None:
     """Rank 1 of 2 of a weight that is cut by columns: strided in the file, contiguous in the shell."""
     half = COLUMNS // 2
-    columns = PlacedPiece(
-        name="v_proj",
+    columns = PlacedPiece.of(
+        "v_proj",
         checkpoint=Region(offset=half, shape=(10, half), strides=(COLUMNS, 1)),
         runtime=row_major((10, half)),
     )
     shells = placed({"down": torch.empty(10, half)}, down=(columns,))
     shells.fill(POISON)
-    copies = copies_of(shells, "down", IntervalSet([(0, 32)]))
+    copies = copies_of(shells, disk, "down", IntervalSet([(0, 32)]))
     assert read(disk, copies) == 10 * half * 4
     assert bits(shells.tensor("down")) == bits(PARTS["v_proj"][:, half:])
-    assert copies_of(shells, "down", IntervalSet([(0, 10 * half * 4)])) == []
+    assert copies_of(shells, disk, "down", IntervalSet([(0, 10 * half * 4)])) == []
 
 
 def test_transposed_shell_is_written_in_its_own_strides(disk: Checkpoint) -> None:
     turned = torch.empty(COLUMNS, 2).t()
-    piece = PlacedPiece(
-        name="k_proj",
+    piece = PlacedPiece.of(
+        "k_proj",
         checkpoint=row_major((2, COLUMNS)),
         runtime=Region(offset=0, shape=(2, COLUMNS), strides=turned.stride()),
     )
     shells = placed({"k": turned}, k=(piece,))
     shells.fill(POISON)
-    assert read(disk, copies_of(shells, "k", IntervalSet())) == PARTS["k_proj"].nbytes
+    assert read(disk, copies_of(shells, disk, "k", IntervalSet())) == PARTS["k_proj"].nbytes
     assert bits(shells.tensor("k")) == bits(PARTS["k_proj"])
 
 
-def test_whole_tensor_is_one_that_is_the_checkpoints_own() -> None:
-    shells = poisoned_qkv()
-    assert is_whole(shells.manifest.by_name["norm"])
-    assert not is_whole(shells.manifest.by_name["qkv"])
+def test_shell_of_another_dtype_gets_its_elements_converted(disk: Checkpoint) -> None:
+    shells = placed({"qkv": torch.empty(FUSED.shape, dtype=torch.bfloat16)}, qkv=fused_placement())
+    shells.fill(POISON)
+    read(disk, copies_of(shells, disk, "qkv", IntervalSet()))
+    assert bits(shells.tensor("qkv")) == bits(FUSED.to(torch.bfloat16))
 
 
 @pytest.mark.parametrize(
-    ("changed", "expected"),
+    ("changed", "lacking"),
     [
-        pytest.param({}, {"norm", "qkv"}, id="all of it"),
-        pytest.param({"v_proj": None}, {"norm"}, id="a part is missing"),
-        pytest.param({"norm": None}, {"qkv"}, id="a whole tensor is missing"),
-        pytest.param({"v_proj": ("float32", (9, COLUMNS))}, {"norm"}, id="a part is too small"),
-        pytest.param({"v_proj": ("bfloat16", (10, COLUMNS))}, {"norm"}, id="a part has another dtype"),
-        pytest.param({"norm": ("float32", (4,))}, {"norm", "qkv"}, id="a whole tensor counts by its name"),
+        pytest.param({}, set(), id="all of it"),
+        pytest.param({"v_proj": None}, {"v_proj"}, id="a part is missing"),
+        pytest.param({"norm": None}, {"norm"}, id="a whole tensor is missing"),
+        pytest.param({"v_proj": ("float32", (9, COLUMNS))}, {"v_proj"}, id="a part is too small"),
+        pytest.param({"v_proj": ("bfloat16", (10, COLUMNS))}, set(), id="a part of another dtype is converted"),
+        pytest.param({"norm": ("float32", (4,))}, set(), id="a whole tensor counts by its name"),
     ],
 )
-def test_tensor_is_on_disk_if_every_element_is(
-    disk: Checkpoint, changed: dict[str, tuple[str, tuple[int, ...]] | None], expected: set[str]
+def test_name_is_on_disk_if_every_element_that_is_wanted_is(
+    disk: Checkpoint, changed: dict[str, tuple[str, tuple[int, ...]] | None], lacking: set[str]
 ) -> None:
     specs = {spec.name: spec for spec in specs_of(disk)}
     for name, spec in changed.items():
         del specs[name]
         if spec is not None:
             specs[name] = CheckpointSpec(name=name, dtype=spec[0], shape=spec[1])
-    assert tensors_on_disk(poisoned_qkv().manifest, specs) == expected
+    manifest = poisoned_qkv().manifest
+    found = names_on_disk(manifest, specs)
+    assert found == {*ROWS, "norm"} - lacking
+    slots = {"norm": "norm", "v_proj": "qkv[v_proj]"}
+    assert plan_pull(manifest, [], Supply(on_disk=found)).nowhere == tuple(slots[name] for name in lacking)
 
 
 @pytest.mark.parametrize(
-    "kept",
-    [
-        pytest.param((0, 1), id="v is placed nowhere"),
-        pytest.param((0, 1, 2, 2), id="v is placed twice"),
-        pytest.param((), id="nothing is known about it"),
-    ],
+    "kept", [pytest.param((0, 1), id="v is placed nowhere"), pytest.param((), id="nothing is known about it")]
 )
-def test_tensor_whose_placement_is_not_exact_is_not_on_disk(disk: Checkpoint, kept: tuple[int, ...]) -> None:
+def test_tensor_of_which_a_part_is_placed_nowhere_is_nowhere(disk: Checkpoint, kept: tuple[int, ...]) -> None:
     shells = placed({"qkv": torch.empty_like(FUSED)}, qkv=tuple(fused_placement()[index] for index in kept))
-    assert tensors_on_disk(shells.manifest, {spec.name: spec for spec in specs_of(disk)}) == set()
+    found = names_on_disk(shells.manifest, {spec.name: spec for spec in specs_of(disk)})
+    assert plan_pull(shells.manifest, [], Supply(on_disk=found)).nowhere == ("qkv",)
+
+
+def test_tensor_of_which_a_part_is_placed_twice_is_refused() -> None:
+    shells = placed({"qkv": torch.empty_like(FUSED)}, qkv=(*fused_placement(), fused_placement()[2]))
+    with pytest.raises(ManifestError, match=r"tensor 'qkv': 160 elements are placed more than once"):
+        plan_pull(shells.manifest, [])

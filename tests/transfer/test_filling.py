@@ -26,7 +26,10 @@ from weightwire.transfer.errors import (
     TransferError,
 )
 from weightwire.transfer.filling import FillResult, Origins, fill
-from weightwire.transfer.manifest import Manifest
+from weightwire.transfer.layouts import Layout, ModelIdentity
+from weightwire.transfer.manifest import CheckpointSpec, Manifest, Topology
+from weightwire.transfer.placement import PlacedConstant, PlacedPiece, ShellPlacement
+from weightwire.transfer.regions import Region
 from weightwire.transfer.session import RankProgress, TransferState
 from weightwire.transfer.shells import Shells
 from weightwire.transfer.wire.puller import PullOptions
@@ -444,6 +447,109 @@ def test_b16_tied_head_that_contradicts_the_embedding_is_never_thrown_away(
     assert module.head.tolist() == [[7.0], [7.0]]
     with pytest.raises(IntegrityError, match=r"'head': tied to 'embed' on the target, but they differ on disk"):
         run(Shells.from_module(module), origins(disk=on_disk({"embed": embed, "head": head})))
+
+
+# Ranks of two topologies
+
+
+def region_of(tensor: torch.Tensor) -> Region:
+    return Region(offset=int(tensor.storage_offset()), shape=tuple(tensor.shape), strides=tensor.stride())
+
+
+CHECKPOINT = {
+    "q": filled("float32", (8, 12), seed=1),
+    "k": filled("float32", (4, 12), seed=2),
+    "o": filled("float32", (12, 8), seed=3),
+    "norm": filled("float32", (12,), seed=4),
+}
+
+
+def rank_of(rank: int, tp: int, *, padding: int = 0) -> Shells:
+    """One rank, filled: q and k fused and cut by rows, o by columns, the norm whole; zeros behind q and k."""
+    parts = [CHECKPOINT[name].chunk(tp)[rank] for name in ("q", "k")]
+    shells = {
+        "attn.qk": torch.zeros(sum(map(len, parts)) + padding, 12),
+        "attn.o": torch.empty(12, 8 // tp),
+        "norm": torch.empty(12),
+    }
+    slots = [
+        ("attn.qk", shells["attn.qk"][: len(parts[0])], "q", parts[0]),
+        ("attn.qk", shells["attn.qk"][len(parts[0]) :][: len(parts[1])], "k", parts[1]),
+        ("attn.o", shells["attn.o"], "o", CHECKPOINT["o"].chunk(tp, dim=1)[rank]),
+        ("norm", shells["norm"], "norm", CHECKPOINT["norm"]),
+    ]
+    pieces: dict[str, list[PlacedPiece]] = {}
+    for name, slot, source, part in slots:
+        slot.copy_(part)
+        piece = PlacedPiece.of(source, checkpoint=region_of(part), runtime=region_of(slot))
+        pieces.setdefault(name, []).append(piece)
+    zeros = [PlacedConstant(runtime=region_of(shells["attn.qk"][-padding:]), value=0.0)] if padding else []
+    placements = {name: ShellPlacement(pieces=tuple(found)) for name, found in pieces.items()}
+    placements["attn.qk"] = ShellPlacement(pieces=tuple(pieces["attn.qk"]), constants=tuple(zeros))
+    specs = tuple(CheckpointSpec(name=n, dtype="float32", shape=tuple(t.shape)) for n, t in CHECKPOINT.items())
+    identity = ModelIdentity(model="m", checkpoint=specs, topology=Topology(tp=tp), rank=rank)
+    return Shells.from_layout(Layout.of(shells, identity, placements, chunk_bytes=64))
+
+
+def ranks(serve: Serve, tp: int) -> list[tuple[Endpoint, Manifest]]:
+    """Sources of all ranks, each under a name of its own."""
+    found = []
+    for rank in range(tp):
+        served = serve(rank_of(rank, tp), instance_id=f"rank-{rank}")
+        found.append((served.endpoint(), served.manifest))
+    return found
+
+
+@pytest.mark.parametrize("padding", [0, 3], ids=["as wide as it is", "padded"])
+@pytest.mark.parametrize(("there", "here"), [(4, 1), (1, 4), (4, 2), (2, 4)])
+def test_ranks_of_one_topology_are_filled_from_those_of_another(
+    serve: Serve, there: int, here: int, padding: int
+) -> None:
+    held = ranks(serve, there)
+    for rank in range(here):
+        expected = rank_of(rank, here, padding=padding)
+        shells = Shells.allocate(expected.manifest)
+        shells.fill(POISON)
+        result = run(shells, origins(*held))
+        assert contents(shells) == contents(expected)
+        assert result.tensors == {"identical": 1, "reshard": 2, "disk": 0, "constant": 0}
+        # The padding was sent by nobody.
+        assert result.bytes_peer == expected.manifest.total_bytes - padding * 12 * 4
+        assert sum(given.nbytes for given in result.sources) == result.bytes_peer
+        assert result.bytes_disk == 0
+
+
+def test_rank_that_is_lost_is_made_up_for_from_disk_with_its_part_alone(
+    fake: MakeFake, serve: Serve, on_disk: MakeCheckpoint
+) -> None:
+    first, (_, manifest) = ranks(serve, 2)
+    expected = rank_of(0, 1, padding=2)
+    shells, seen = Shells.allocate(expected.manifest), list[RankProgress]()
+    shells.fill(POISON)
+    where = origins(first, broken(fake, manifest, "rank-1"), disk=on_disk(CHECKPOINT))
+    result = run(shells, where, seen.append)
+    assert contents(shells) == contents(expected)
+    assert [failure.instance_id for failure in result.failures] == ["rank-1"]
+    # Half of q, k and o; the norm is on both.
+    half = (96 + 48 + 96) // 2 * 4
+    assert (result.bytes_peer, result.bytes_disk) == (half + 48, half)
+    assert (result.tensors["disk"], result.tensors["identical"]) == (2, 1)
+    assert all(p.bytes_peer + p.bytes_disk <= p.bytes_total == 2 * half + 48 for p in seen)
+    assert seen[-1].bytes_peer + seen[-1].bytes_disk == seen[-1].bytes_total
+
+
+def test_rank_that_is_missing_and_not_on_disk_is_told_slot_by_slot(serve: Serve, on_disk: MakeCheckpoint) -> None:
+    shells = Shells.allocate(rank_of(0, 1).manifest)
+    held = ranks(serve, 2)[:1]
+    error = refuses(shells, origins(*held, disk=on_disk({"o": CHECKPOINT["o"]})), CoverageError)
+    assert error.facts["missing"] == ["attn.qk[q]", "attn.qk[k]"]
+
+
+def test_disk_of_other_shapes_is_refused_before_anything_is_written(serve: Serve, on_disk: MakeCheckpoint) -> None:
+    shells = Shells.allocate(rank_of(0, 1).manifest)
+    other = CHECKPOINT | {"o": CHECKPOINT["o"].reshape(8, 12)}
+    error = refuses(shells, origins(*ranks(serve, 2)[:1], disk=on_disk(other)), ManifestMismatchError)
+    assert "tensor 'o': shape is [8, 12] in the checkpoint on disk, [12, 8] on the target" in str(error)
 
 
 # Ending early

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -25,27 +26,46 @@ from weightwire.transfer.manifest import (
     chunk_bounds,
     layout_fingerprint,
 )
-from weightwire.transfer.placement import PlacedPiece, place_whole
-from weightwire.transfer.regions import row_major
+from weightwire.transfer.placement import PlacedConstant, PlacedPiece, place_whole
+from weightwire.transfer.regions import Region, row_major
 
 SIZES = st.lists(st.integers(0, 40), max_size=12)
+VALUES = st.floats(allow_nan=False) | st.sampled_from([0.0, -0.0, math.inf, -math.inf, 1e-320])
 NAMES = st.text(min_size=1, max_size=6) | st.sampled_from(["a/b", "a b", "ü", "\ud800", "a\\", '"', "\x00"])
 
 
 @st.composite
+def placed(draw: st.DrawFn, entry: TensorEntry, specs: list[CheckpointSpec]) -> TensorEntry:
+    """With pieces and constants: rows of the tensor, each from somewhere, of a few patterns that come again."""
+    pieces, constants = list[PlacedPiece](), list[PlacedConstant]()
+    for row in range(entry.shape[0] if entry.shape else 0):
+        runtime = Region(offset=row * entry.strides[0], shape=entry.shape[1:], strides=entry.strides[1:])
+        spec = draw(st.sampled_from(specs))
+        if not runtime.numel:
+            continue
+        if draw(st.booleans()):
+            constants.append(PlacedConstant(runtime=runtime, value=draw(VALUES)))
+        elif runtime.numel <= (numel := math.prod(spec.shape)):
+            checkpoint = row_major(runtime.shape, offset=draw(st.integers(0, numel - runtime.numel)))
+            pieces.append(PlacedPiece.of(spec.name, checkpoint=checkpoint, runtime=runtime))
+    return replace(entry, placement=tuple(pieces), constants=tuple(constants))
+
+
+@st.composite
 def manifests(draw: st.DrawFn) -> Manifest:
-    """Manifests with and without digests, with aliases, strides and empty tensors."""
+    """Manifests with and without digests, with aliases, strides, empty tensors, and placements of every kind."""
     specs = [
         CheckpointSpec(name=name, dtype=draw(st.sampled_from(["float32", "uint8", "bfloat16"])), shape=shape)
         for name in draw(st.lists(NAMES, max_size=4, unique=True))
         for shape in [tuple(draw(st.lists(st.integers(0, 3), max_size=3)))]
     ]
-    entries = [plain_entry(spec, storage=number) for number, spec in enumerate(specs)]
+    plain = [plain_entry(spec, storage=number) for number, spec in enumerate(specs)]
+    entries = [draw(st.just(entry) | placed(entry, specs)) for entry in plain]
     tied = draw(st.booleans())
     if entries and tied:
         first = entries[0]
         entries.append(replace(first, name="tied", kind="buffer", state="final", digest="00112233aabbccdd"))
-        transposed = replace(first, shape=first.shape[::-1], strides=first.strides[::-1], placement=())
+        transposed = replace(first, shape=first.shape[::-1], strides=first.strides[::-1], placement=(), constants=())
         entries.append(replace(transposed, name="transposed"))
     chunk_bytes = draw(st.integers(1, 16))
     storages = [
@@ -92,6 +112,8 @@ SIMPLE = Manifest(
 )
 
 
+Json = dict[str, object]
+
 # One text, one address
 
 
@@ -123,9 +145,9 @@ def test_digest_of_a_known_manifest_stays_what_it_is() -> None:
     assert SIMPLE.digest == hashlib.sha256(SIMPLE.text).hexdigest()
     assert SIMPLE.text.decode() == (
         '{"checkpoint":[["t","float32",[2,2]]],"chunk_bytes":8,"chunk_digests":"' + "0" * 48 + '","config":"{}",'
-        '"format":1,"model":"m","rank":0,"revision":"r","storages":[16,3],"tensors":['
+        '"format":2,"model":"m","patterns":[[[4],[1],[1]]],"rank":0,"revision":"r","storages":[16,3],"tensors":['
         '{"digest":"","dtype":"float32","kind":"parameter","layout":"l","name":"t","offset":0,'
-        '"placement":[["t",[0,[2,2],[2,1]],[0,[2,2],[2,1]]]],"shape":[2,2],"state":"placed","storage":0},'
+        '"placement":[["t",0,0,0]],"shape":[2,2],"state":"placed","storage":0},'
         '{"digest":"0123456789abcdef","dtype":"uint8","kind":"parameter","layout":"l","name":"s","offset":0,'
         '"placement":[],"shape":[2],"state":"placed","storage":1,"strides":[2]}],"topology":{"ep":1,"pp":1,"tp":1}}'
     )
@@ -168,9 +190,216 @@ def test_text_that_is_not_canonical_has_no_address() -> None:
         Manifest.from_text(loose, digest=hashlib.sha256(loose).hexdigest())
 
 
-# Whatever else is refused, by a typed error
+# Patterns and constants
 
-Json = dict[str, object]
+
+PLACED = Manifest(
+    model="m",
+    revision="r",
+    storages=(64, 32),
+    tensors=(
+        entry(
+            name="qkv",
+            shape=(4, 4),
+            strides=(4, 1),
+            placement=(
+                PlacedPiece.of("q", checkpoint=row_major((2, 4), offset=8), runtime=row_major((2, 4))),
+                PlacedPiece.of("k", checkpoint=row_major((4,), offset=4), runtime=row_major((4,), offset=8)),
+            ),
+            constants=(PlacedConstant(runtime=row_major((4,), offset=12), value=-0.0),),
+        ),
+        entry(
+            name="o",
+            shape=(4, 2),
+            storage=1,
+            placement=(
+                PlacedPiece.of(
+                    "o", checkpoint=Region(offset=2, shape=(2, 2), strides=(4, 1)), runtime=row_major((2, 2))
+                ),
+                PlacedPiece.of("k", checkpoint=row_major((4,)), runtime=row_major((4,), offset=4)),
+            ),
+        ),
+    ),
+)  # fmt: skip
+
+
+def text_of(edit: Callable[[Json], object], manifest: Manifest = PLACED) -> bytes:
+    """A canonical text, but for what is edited."""
+    value = json.loads(manifest.text)
+    edit(value)
+    return json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":")).encode()
+
+
+def parts(value: Json, *path: str | int) -> list[object]:
+    """A list within a JSON value."""
+    node: object = value
+    for key in path:
+        node = node[key]  # type: ignore[index]
+    assert isinstance(node, list)
+    return node
+
+
+def test_pattern_that_pieces_share_is_written_once_and_numbered_as_it_comes() -> None:
+    value = json.loads(PLACED.text)
+    assert value["patterns"] == [[[8], [1], [1]], [[4], [1], [1]], [[2, 2], [4, 1], [2, 1]]]
+    assert [tensor["placement"] for tensor in value["tensors"]] == [
+        [["q", 8, 0, 0], ["k", 4, 8, 1]], [["o", 2, 0, 2], ["k", 0, 4, 1]],
+    ]  # fmt: skip
+    assert value["tensors"][0]["constants"] == [[[12, [4], [1]], "-0x0.0p+0"]]
+    assert "constants" not in value["tensors"][1]
+    again = Manifest.from_text(PLACED.text, digest=PLACED.digest)
+    assert again == PLACED
+    # One object for each, so that thousands of pieces are told apart by a glance.
+    assert again.tensors[0].placement[1].pattern is again.tensors[1].placement[1].pattern
+
+
+def test_text_has_the_sign_of_a_zero() -> None:
+    first = PLACED.tensors[0]
+    plus = replace(first, constants=(replace(first.constants[0], value=0.0),))
+    other = replace(PLACED, tensors=(plus, PLACED.tensors[1]))
+    assert other != PLACED
+    assert other.digest != PLACED.digest
+
+
+@given(st.integers(1, 400), st.integers(1, 4))
+def test_text_grows_by_a_few_bytes_for_each_expert(experts: int, patterns: int) -> None:
+    """Hundreds of experts, each of some pieces: what is long about a piece is written once."""
+    rows, columns = patterns * 1000, 4096
+    pieces = tuple(
+        PlacedPiece.of(
+            f"e{expert}.w{number}",
+            checkpoint=Region(offset=number, shape=(rows, columns // 2), strides=(columns, 1)),
+            runtime=Region(
+                offset=(expert * patterns + number) * rows * columns, shape=(rows, columns // 2), strides=(columns, 1)
+            ),
+        )
+        for expert in range(experts)
+        for number in range(patterns)
+    )
+    numel = experts * patterns * rows * columns
+    wide = TensorEntry(
+        name="w13", dtype="bfloat16", shape=(numel,), strides=(1,), storage=0, offset=0, layout="l", placement=pieces
+    )
+    manifest = Manifest(model="m", revision="r", storages=(2 * numel,), tensors=(wide,))
+    assert len(json.loads(manifest.text)["patterns"]) == 1
+    assert len(manifest.text) <= 600 + 40 * len(pieces)
+    assert Manifest.from_text(manifest.text, digest=manifest.digest) == manifest
+
+
+def use_a_pattern_twice(value: Json) -> None:
+    parts(value, "patterns").append([[8], [1], [1]])
+    parts(value, "tensors", 0, "placement", 0)[3] = 3
+
+
+def number_patterns_from_the_last(value: Json) -> None:
+    parts(value, "patterns").reverse()
+    for tensor, piece in itertools.product((0, 1), (0, 1)):
+        placement = parts(value, "tensors", tensor, "placement", piece)
+        placement.append(2 - int(str(placement.pop())))
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        pytest.param(lambda v: parts(v, "patterns").append([[3], [1], [1]]), id="a pattern that no piece has"),
+        pytest.param(lambda v: parts(v, "patterns").extend([[[3], [1], [1]]] * 2), id="more patterns than pieces"),
+        pytest.param(use_a_pattern_twice, id="a pattern twice"),
+        pytest.param(number_patterns_from_the_last, id="patterns in another order"),
+        pytest.param(lambda v: v["tensors"][1].update(constants=[]), id="no constants, at length"),
+        pytest.param(lambda v: v["tensors"][0].update(strides=[4, 1]), id="strides that say nothing"),
+    ],
+)
+def test_text_that_says_the_same_otherwise_has_no_address(edit: Callable[[Json], object]) -> None:
+    loose = text_of(edit)
+    assert loose != PLACED.text
+    with pytest.raises(ManifestError, match=r"canonical|no more"):
+        Manifest.from_text(loose, digest=hashlib.sha256(loose).hexdigest())
+
+
+@pytest.mark.parametrize("pattern", [
+    pytest.param([[2, 4], [4, 1], [4, 1]], id="dimensions that are one"),
+    pytest.param([[8, 1], [1, 1], [1, 1]], id="a dimension of one"),
+    pytest.param([[8, 0], [1, 1], [1, 1]], id="no elements, at length"),
+    pytest.param([[2, 2], [1, 4], [1, 2]], id="not in the order of the checkpoint"),
+    pytest.param([[8], [1]], id="no strides in the storage"),
+    pytest.param([[8], [1, 1], [1]], id="a stride too many"),
+    pytest.param([[8], [1], [True]], id="a boolean for a stride"),
+    pytest.param([[8.0], [1], [1]], id="a float for a size"),
+    pytest.param([[-8], [1], [1]], id="a negative size"),
+    pytest.param([[8], [1], [-1]], id="a negative stride"),
+    pytest.param([[2**63], [0], [1]], id="a size past what can be addressed"),
+    pytest.param([[8], [2**61], [1]], id="a reach past what can be addressed"),
+    pytest.param([[2] * 64, [0] * 64, [0] * 64], id="more elements than can be addressed"),
+    pytest.param({"0": 1}, id="no list"),
+    pytest.param(None, id="nothing"),
+])  # fmt: skip
+def test_pattern_is_refused_with(pattern: object) -> None:
+    with pytest.raises(ManifestError):
+        Manifest.from_text(text_of(lambda value: parts(value, "patterns").__setitem__(0, pattern)))
+
+
+@pytest.mark.parametrize("piece", [
+    pytest.param(["q", True, 0, 0], id="a boolean for an offset in the checkpoint"),
+    pytest.param(["q", 8, False, 0], id="a boolean for an offset in the storage"),
+    pytest.param(["q", 8, 0, True], id="a boolean for a pattern"),
+    pytest.param(["q", 8, 0, -1], id="a negative pattern"),
+    pytest.param(["q", 8, 0, 3], id="a pattern that there is not"),
+    pytest.param(["q", 8, 0, 10**30], id="a pattern far beyond"),
+    pytest.param(["q", 8, 0, 0.0], id="a float for a pattern"),
+    pytest.param(["q", -1, 0, 0], id="an offset before the tensor"),
+    pytest.param(["q", 8, -1, 0], id="an offset before the storage"),
+    pytest.param(["q", 2**63 - 1, 0, 0], id="an offset past what can be addressed"),
+    pytest.param(["q", 10**400, 0, 0], id="an offset of four hundred digits"),
+    pytest.param(["q", 8, 9, 0], id="past its storage"),
+    pytest.param([1, 8, 0, 0], id="a number for a name"),
+    pytest.param(["q", 8, 0], id="no pattern"),
+    pytest.param(["q", 8, 0, 0, 0], id="one member too many"),
+    pytest.param("q800", id="text"),
+    pytest.param({"name": "q"}, id="an object"),
+])  # fmt: skip
+def test_piece_is_refused_with(piece: object) -> None:
+    with pytest.raises(ManifestError):
+        Manifest.from_text(text_of(lambda value: parts(value, "tensors", 0, "placement").__setitem__(0, piece)))
+
+
+@pytest.mark.parametrize("constant", [
+    pytest.param([[12, [4], [1]], "nan"], id="not a number"),
+    pytest.param([[12, [4], [1]], 0.0], id="a number that is not hexadecimal"),
+    pytest.param([[12, [4], [1]], "0.0"], id="another way to write it"),
+    pytest.param([[12, [4], [1]], "0X0.0P+0"], id="capitals"),
+    pytest.param([[12, [4], [1]], " 0x0.0p+0"], id="a blank"),
+    pytest.param([[12, [4], [1]], "Infinity"], id="infinity at length"),
+    pytest.param([[12, [4], [1]], "0x1p+5000"], id="larger than any"),
+    pytest.param([[12, [4], [0]], "0x0.0p+0"], id="one element again and again"),
+    pytest.param([[13, [4], [1]], "0x0.0p+0"], id="past its storage"),
+    pytest.param([[True, [4], [1]], "0x0.0p+0"], id="a boolean for an offset"),
+    pytest.param([[12, [4], [1]]], id="no value"),
+    pytest.param(None, id="nothing"),
+])  # fmt: skip
+def test_constant_is_refused_with(constant: object) -> None:
+    with pytest.raises(ManifestError):
+        Manifest.from_text(text_of(lambda value: value["tensors"][0].update(constants=[constant])))  # type: ignore[index]
+
+
+def test_patterns_without_number_are_refused_before_one_is_looked_at() -> None:
+    text = text_of(lambda value: value.update(patterns=[None] * 1_000_000))
+    with pytest.raises(ManifestError, match="1000000 patterns for 4 pieces of placements, expected no more"):
+        Manifest.from_text(text)
+
+
+def test_whole_tensors_are_those_that_are_all_of_the_checkpoints_of_their_name() -> None:
+    whole = entry(name="w", placement=place_whole("w", row_major((2, 2))))
+    padded = replace(whole, constants=(PlacedConstant(runtime=row_major((1,)), value=0.0),))
+    spec = CheckpointSpec(name="w", dtype="float32", shape=(2, 2))
+    assert one(tensors=(whole,)).whole == one(tensors=(whole,), checkpoint=(spec,)).whole == {"w"}
+    # The checkpoint has more of it, or has it otherwise, or the shell is more than it.
+    assert one(tensors=(whole,), checkpoint=(replace(spec, shape=(4, 2)),)).whole == set()
+    assert one(tensors=(whole,), checkpoint=(replace(spec, shape=(4,)),)).whole == set()
+    assert one(tensors=(padded,)).whole == one(tensors=(replace(whole, name="x"),)).whole == set()
+    assert one(tensors=(entry(name="w"),)).whole == set()
+
+
+# Whatever else is refused, by a typed error
 
 
 def _members(node: object) -> Iterator[tuple[dict[str, object] | list[object], str | int]]:
@@ -185,7 +414,7 @@ def _members(node: object) -> Iterator[tuple[dict[str, object] | list[object], s
 @st.composite
 def damaged_texts(draw: st.DrawFn) -> bytes:
     """The text of a manifest with one value exchanged, one member dropped or added, or some bytes changed."""
-    value = json.loads(draw(st.sampled_from([SIMPLE.text, one().text])))
+    value = json.loads(draw(st.sampled_from([SIMPLE.text, PLACED.text, PLACED.text, one().text])))
     for _ in range(draw(st.integers(1, 3))):
         parent, key = draw(st.sampled_from(list(_members(value))))
         if isinstance(parent, list) and isinstance(key, int):
@@ -205,7 +434,7 @@ ODD: st.SearchStrategy[object] = st.sampled_from(
     [
         *(None, True, False, 0, 1, -1, 2**31, 2**63, 2**64, 10**30, 1.5, "", "float32", "x", "0" * 16, "ff" * 8),
         *([0], [[0]], [-1], {"x": 1}, [2**62, 2**62], "\ud800", [0, [1], [1]], list[int](), dict[str, int]()),
-        ["t", [0, [1], [1]], [0, [2], [1]]],
+        *(["t", 0, 0, 0], ["t", 0, 0, 1], [[2], [1], [1]], [[0, [2], [1]], "0x0.0p+0"], "-inf", "nan"),
     ]
 )
 
@@ -279,7 +508,7 @@ def test_short_text_that_claims_a_huge_flat_space_takes_no_memory() -> None:
         pytest.param(lambda: Topology(tp=0), "tp=0", id="topology of nobody"),
         pytest.param(lambda: Topology(tp=4, ep=3), "ep", id="experts that do not divide"),
         pytest.param(
-            lambda: PlacedPiece(name="t", checkpoint=row_major((4,)), runtime=row_major((2, 2))),
+            lambda: PlacedPiece.of("t", checkpoint=row_major((4,)), runtime=row_major((2, 2))),
             "equal shapes",
             id="placement of unequal shapes",
         ),
@@ -298,7 +527,7 @@ def test_negative_offset_is_refused() -> None:
 @pytest.mark.parametrize(
     "edit",
     [
-        pytest.param({"format": 2}, id="another format"),
+        pytest.param({"format": 1}, id="another format"),
         pytest.param({"unknown": 1}, id="an unknown field"),
         pytest.param({"rank": True}, id="a boolean for a number"),
         pytest.param({"chunk_digests": "0"}, id="half a byte"),

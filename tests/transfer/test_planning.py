@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,24 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.transfer.conftest import bits, filled
+from weightwire.transfer.agreement import holds_the_same
 from weightwire.transfer.errors import CoverageError, ManifestMismatchError
 from weightwire.transfer.intervals import IntervalSet
-from weightwire.transfer.manifest import CheckpointSpec, Manifest
-from weightwire.transfer.planning import (
-    Plan,
-    check_agreement,
-    check_same_specs,
-    check_servable,
-    check_specs,
-    entangled,
-    filled_region,
-    missing_tensors,
-    plan_pull,
-)
-from weightwire.transfer.regions import Region
+from weightwire.transfer.layouts import Layout, ModelIdentity
+from weightwire.transfer.manifest import CheckpointSpec, Manifest, Topology
+from weightwire.transfer.placement import PlacedConstant, PlacedPiece, ShellPlacement
+from weightwire.transfer.plan import Plan
+from weightwire.transfer.planning import Planner, Supply, check_servable, entangled, missing_tensors, plan_pull
+from weightwire.transfer.regions import Region, row_major
+from weightwire.transfer.resharding import PlacedSources
 from weightwire.transfer.shells import Shells
 
 POISON = 0xAB
+NO_DISK = Supply(on_disk=frozenset())
 NAMES = ("a", "b", "c", "d", "e")
 SHAPES = {"a": (2, 3), "b": (4,), "c": (), "d": (0, 2), "e": (2, 2, 2)}
 DTYPES = {"a": "int16", "b": "uint8", "c": "float32", "d": "int32", "e": "uint8"}
@@ -109,20 +105,24 @@ def test_plan_executed_gives_each_tensor_of_any_source_and_writes_each_byte_once
     target.fill(POISON)
     plan = plan_pull(target.manifest, held)
     written = execute(plan, target, sources)
-    assert len(written) == len(set(written)) == sum(way.nbytes for way in plan.ways if way.source is not None)
+    assert len(written) == len(set(written)) == sum(way.nbytes - way.disk_nbytes for way in plan.ways)
     assert [way.name for way in plan.ways] == [tensor.name for tensor in target.manifest.tensors]
     for tensor, way in zip(target.manifest.tensors, plan.ways, strict=True):
-        holder = next((index for index, manifest in enumerate(held) if way.name in manifest.by_name), None)
-        if holder is not None:
-            assert way.source == holder
-            assert way.way == ("identical" if held[holder].by_name[way.name].layout == tensor.layout else "reshard")
-        if way.source is not None:
+        if "tied" not in way.reason:
+            holders = {index: m.by_name[way.name] for index, m in enumerate(held) if way.name in m.by_name}
+            best = {index for index, there in holders.items() if there.layout == tensor.layout} or set(holders)
+            assert set(way.sources) <= best
+            assert bool(way.sources) == bool(best and way.nbytes)
+            if best:
+                assert way.way == ("identical" if holders[min(best)].layout == tensor.layout else "reshard")
+        if way.way != "disk":
             assert bits(target.tensor(way.name)) == content_of(way.name)
-        elif way.nbytes:
+        elif tensor.nbytes:
             assert set(bits(target.tensor(way.name))) == {POISON}
-            assert way.nbytes == tensor.nbytes
-    regions = [target.manifest.flat_region(target.manifest.by_name[w.name]) for w in plan.ways if w.source is not None]
+            assert way.disk_nbytes == way.nbytes == (0 if "tied" in way.reason else tensor.nbytes)
+    regions = [target.manifest.flat_region(target.manifest.by_name[w.name]) for w in plan.ways if w.way != "disk"]
     assert set(written) == {address for region in regions for address in indices(region)}
+    assert {piece.tensor for piece in plan.disk} == {way.name for way in plan.ways if way.disk_nbytes}
 
 
 @settings(max_examples=200)
@@ -136,14 +136,12 @@ def test_plan_leaves_what_is_covered_and_fetches_the_rest(target: Shells, source
         done[begin:end] = bytes([POISON]) * (end - begin)
     if total:
         target.scatter(memoryview(done), Region(offset=0, shape=(total,), strides=(1,)), 0)
-    plan = plan_pull(manifest, [source.seal()], covered=covered)
+    plan = plan_pull(manifest, [source.seal()], Supply(covered=covered))
     written = set(execute(plan, target, [source]))
     for tensor in manifest.tensors:
-        region = manifest.flat_region(tensor)
         if tensor.name in source.manifest.by_name:
             assert bits(target.tensor(tensor.name)) == content_of(tensor.name)
-        if region.is_contiguous:
-            assert not any(covered.covers(address, address + 1) for address in written & set(indices(region)))
+    assert not any(covered.covers(address, address + 1) for address in written)
 
 
 @given(layouts(whole=True), layouts())
@@ -163,7 +161,9 @@ def test_copies_come_in_the_order_of_the_source_and_none_continues_another(targe
 def test_plan_for_the_same_layout_is_as_few_copies_as_there_are_runs(target: Shells) -> None:
     manifest = target.seal()
     (copies,) = plan_pull(manifest, [manifest]).copies
-    runs = IntervalSet(span for tensor in manifest.tensors for span in filled_region(manifest.flat_region(tensor)))
+    runs = IntervalSet()
+    for tensor in manifest.tensors:
+        runs.add_region(manifest.flat_region(tensor))
     dense = all(manifest.flat_region(t).end - manifest.flat_region(t).offset == t.nbytes for t in manifest.tensors)
     if dense:
         assert [(copy.source, copy.target) for copy in copies] == [(copy.source, copy.source) for copy in copies]
@@ -171,24 +171,29 @@ def test_plan_for_the_same_layout_is_as_few_copies_as_there_are_runs(target: She
     assert sum(copy.nbytes for copy in copies) == runs.total
 
 
-def test_plan_prefers_the_first_source_that_holds_a_tensor() -> None:
+def test_plan_takes_from_whoever_has_least_to_give() -> None:
     target = shells(a=[1], b=[2], c=[3])
-    plan = plan_pull(target, [shells(b=[2]), shells(a=[1], b=[2])])
-    assert [(way.name, way.way, way.source) for way in plan.ways] == [
-        ("a", "identical", 1),
-        ("b", "identical", 0),
-        ("c", "disk", None),
+    plan = plan_pull(target, [shells(b=[2]), shells(a=[1], b=[2])], Supply(on_disk={"c"}))
+    assert [(way.name, way.way, way.sources) for way in plan.ways] == [
+        ("a", "identical", (1,)),
+        ("b", "identical", (0,)),
+        ("c", "disk", ()),
     ]
-    assert plan.disk == ("c",)
+    assert [(piece.tensor, piece.name) for piece in plan.disk] == [("c", "c")]
+    assert plan.nowhere == ()
     assert (plan.nbytes("identical"), plan.nbytes("disk"), plan.source_bytes(0), plan.source_bytes(1)) == (8, 4, 4, 4)
     assert "no source holds it" in plan.ways[2].reason
 
 
 def test_plan_of_no_source_is_all_from_disk() -> None:
-    plan = plan_pull(shells(a=[1], b=[2]), [])
-    assert plan.disk == ("a", "b")
+    target = shells(a=[1], b=[2])
+    plan = plan_pull(target, [])
+    assert list(map(str, plan.disk)) == ["a", "b"]
     assert plan.copies == ()
     assert plan.ways[0].reason == "no source"
+    # Nobody has looked at the disk; once somebody has, it is known what is nowhere.
+    assert plan.nowhere == ()
+    assert plan_pull(target, [], Supply(on_disk={"b"})).nowhere == ("a",)
 
 
 def test_plan_for_other_strides_says_why_the_source_gathers() -> None:
@@ -200,10 +205,10 @@ def test_plan_for_other_strides_says_why_the_source_gathers() -> None:
 
 def test_b08_empty_tensor_needs_nothing_from_anybody() -> None:
     empty = Shells.from_tensors({"g_idx": torch.empty(0, dtype=torch.int32)})
-    plan = plan_pull(empty.manifest, [])
+    plan = plan_pull(empty.manifest, [], NO_DISK)
     assert plan.ways[0].nbytes == 0
-    check_servable(plan, ())
-    assert plan_pull(empty.manifest, [empty.seal()]).copies == ((),)
+    check_servable(plan)
+    assert plan_pull(empty.manifest, [empty.seal()], NO_DISK).copies == ((),)
 
 
 # Tied tensors
@@ -221,27 +226,27 @@ def tied(*names: str, value: int = 1) -> Manifest:
 
 @pytest.mark.parametrize("names", [("embed", "head"), ("head", "embed")], ids=["owner first", "owner last"])
 def test_b16_tie_comes_once_under_the_name_that_the_source_has(names: tuple[str, str]) -> None:
-    plan = plan_pull(tied(*names), [shells(embed=[1, 1])])
+    plan = plan_pull(tied(*names), [shells(embed=[1, 1])], NO_DISK)
     assert {way.name: (way.way, way.nbytes) for way in plan.ways} == {
         "embed": ("identical", 8),
         "head": ("identical", 0),
     }
     assert plan.ways[names.index("head")].reason == "tied to 'embed'"
-    check_servable(plan, ())
+    check_servable(plan)
 
 
 @pytest.mark.parametrize("names", [("embed", "head"), ("head", "embed")], ids=["owner first", "owner last"])
 def test_b16_tie_is_servable_from_disk_under_either_name(names: tuple[str, str]) -> None:
-    plan = plan_pull(tied(*names), [], on_disk={"embed"})
-    assert plan.nbytes("disk") == 8
-    check_servable(plan, {"embed"})
-    with pytest.raises(CoverageError, match="'embed'"):
-        check_servable(plan, {"head"})
+    for name in names:
+        plan = plan_pull(tied(*names), [], Supply(on_disk={name}))
+        assert plan.nbytes("disk") == 8
+        assert [piece.name for piece in plan.disk] == [name]
+        check_servable(plan)
 
 
 def test_b16_tie_that_nobody_has_is_missing() -> None:
     with pytest.raises(CoverageError):
-        check_servable(plan_pull(tied("embed", "head"), [shells(other=[1])]), {"other"})
+        check_servable(plan_pull(tied("embed", "head"), [shells(other=[1])], Supply(on_disk={"other"})))
 
 
 def test_b16_tie_that_the_source_keeps_apart_but_equal_comes_once() -> None:
@@ -277,90 +282,6 @@ def test_tensors_that_share_some_bytes_are_entangled() -> None:
     assert entangled(Shells.from_tensors({"a": square, "t": square.T}).manifest) == {"a", "t"}
 
 
-# Disagreement
-
-
-def entries(**tensors: tuple[str, tuple[int, ...]]) -> Manifest:
-    return Shells.from_tensors(
-        {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in tensors.items()}
-    ).seal()
-
-
-B38_TARGET = entries(a=("float32", (4,)), b=("float32", (2,)), c=("float32", (2,)))
-
-
-def test_b38_matching_tensors_come_from_the_source_and_missing_ones_from_disk() -> None:
-    plan = plan_pull(B38_TARGET, [entries(a=("float32", (4,)), d=("float32", (9,)))])
-    assert [(way.name, way.way) for way in plan.ways] == [("a", "identical"), ("b", "disk"), ("c", "disk")]
-
-
-def test_b38_conflicts_are_refused_with_all_of_them() -> None:
-    sources = [
-        entries(a=("float16", (4,)), b=("float32", (3,)), d=("float32", (1,))),
-        entries(c=("int8", (2, 1))),
-    ]
-    with pytest.raises(ManifestMismatchError) as caught:
-        plan_pull(B38_TARGET, sources)
-    assert caught.value.facts["conflicts"] == [
-        {"tensor": "a", "field": "dtype", "source": "float16", "target": "float32"},
-        {"tensor": "b", "field": "shape", "source": "[3]", "target": "[2]"},
-        {"tensor": "c", "field": "dtype", "source": "int8", "target": "float32"},
-        {"tensor": "c", "field": "shape", "source": "[2, 1]", "target": "[2]"},
-    ]
-    assert "tensor 'a': dtype is float16 on the source, float32 on the target" in str(caught.value)
-
-
-def test_b38_source_of_another_size_is_refused_in_words_that_stay_short() -> None:
-    names = [f"layer.{number}" for number in range(100)]
-    with pytest.raises(ManifestMismatchError, match=r"and 95 more") as caught:
-        check_agreement(
-            entries(**dict.fromkeys(names, ("int8", (2,)))), [entries(**dict.fromkeys(names, ("int8", (3,))))]
-        )
-    conflicts = caught.value.facts["conflicts"]
-    assert isinstance(conflicts, list)
-    assert len(conflicts) == 100
-    assert len(str(caught.value)) < 1000
-
-
-def test_shape_that_only_counts_alike_is_a_conflict() -> None:
-    with pytest.raises(ManifestMismatchError, match="shape"):
-        check_agreement(entries(a=("int8", (4, 2))), [entries(a=("int8", (2, 4)))])
-    with pytest.raises(ManifestMismatchError, match="shape"):
-        check_agreement(entries(a=("int8", ())), [entries(a=("int8", (1,)))])
-
-
-def spec(name: str, dtype: str = "float32", shape: tuple[int, ...] = (2,)) -> CheckpointSpec:
-    return CheckpointSpec(name=name, dtype=dtype, shape=shape)
-
-
-@pytest.mark.parametrize(
-    ("check", "conflicts"),
-    [
-        pytest.param(
-            lambda: check_specs(B38_TARGET, {"a": spec("a", "float16"), "x": spec("x")}),
-            [("a", "dtype"), ("a", "shape")],
-            id="disk and shells",
-        ),
-        pytest.param(
-            lambda: check_same_specs([spec("a"), spec("b")], [spec("b", "int8"), spec("c")]),
-            [("a", "name"), ("b", "dtype"), ("c", "name")],
-            id="disk and the checkpoint of a source",
-        ),
-    ],
-)
-def test_specs_that_disagree_are_refused(check: Callable[[], None], conflicts: list[tuple[str, str]]) -> None:
-    with pytest.raises(ManifestMismatchError) as caught:
-        check()
-    found = caught.value.facts["conflicts"]
-    assert isinstance(found, list)
-    assert [(c["tensor"], c["field"]) for c in found if isinstance(c, Mapping)] == conflicts
-
-
-def test_specs_that_agree_pass() -> None:
-    check_specs(B38_TARGET, {"b": spec("b"), "unknown": spec("unknown")})
-    check_same_specs([spec("a"), spec("b")], [spec("b"), spec("a")])
-
-
 def test_missing_tensors_are_all_in_the_facts_and_some_in_the_words() -> None:
     names = [f"t{number}" for number in range(25)]
     error = missing_tensors(names)
@@ -369,24 +290,264 @@ def test_missing_tensors_are_all_in_the_facts_and_some_in_the_words() -> None:
     assert "'t19' and 5 more" in str(error)
 
 
-def test_words_name_everything_as_long_as_it_is_little() -> None:
+def test_words_name_every_tensor_as_long_as_there_are_few() -> None:
     assert str(missing_tensors([f"t{number}" for number in range(20)])).endswith("'t19'")
-    names = [f"layer.{number}" for number in range(5)]
-    with pytest.raises(ManifestMismatchError, match=r"'layer\.4': shape is \[3\] on the source, \[2\] on the target$"):
-        check_agreement(
-            entries(**dict.fromkeys(names, ("int8", (2,)))), [entries(**dict.fromkeys(names, ("int8", (3,))))]
-        )
-
-
-@given(st.lists(st.integers(1, 4), max_size=3), st.integers(0, 5))
-def test_filled_region_is_what_a_region_covers(shape: list[int], offset: int) -> None:
-    region = Region(offset=offset, shape=tuple(shape), strides=tuple(5**n for n in range(len(shape))))
-    spans = filled_region(region)
-    assert sorted(i for span in spans for i in range(*span)) == sorted(indices(region))
-    assert math.prod(shape) == sum(end - begin for begin, end in spans)
 
 
 def test_plan_does_not_look_at_the_targets_digests() -> None:
     source = shells(a=[1], b=[2])
     blank = replace(source, chunk_digests=b"", tensors=tuple(replace(t, digest="") for t in source.tensors))
     assert plan_pull(source, [source]) == plan_pull(blank, [source])
+
+
+# Placements of ranks
+
+
+def rank_of(
+    rank: int, tensors: Mapping[str, torch.Tensor], tp: int = 2, /, **placements: Iterable[PlacedPiece | PlacedConstant]
+) -> Manifest:
+    """A rank's shells and what lies in them, by runtime name with `_` for `.`; shells of no placement are not known."""
+    found = {
+        name.replace("_", "."): ShellPlacement(
+            pieces=tuple(item for item in placement if isinstance(item, PlacedPiece)),
+            constants=tuple(item for item in placement if isinstance(item, PlacedConstant)),
+        )
+        for name, placement in ((name, list(items)) for name, items in placements.items())
+    }
+    identity = ModelIdentity(model="m", checkpoint=SPECS, topology=Topology(tp=tp), rank=rank)
+    return Layout.of(tensors, identity, found).manifest
+
+
+SPECS = tuple(
+    CheckpointSpec(name=name, dtype="float32", shape=(rows, 4))
+    for name, rows in {"q": 4, "k": 2, "v": 2, "o": 4}.items()
+)
+
+
+def rows(name: str, begin: int, count: int, *, at: int = 0) -> PlacedPiece:
+    """Rows of a checkpoint tensor, from row `at` of a shell on."""
+    there, here = row_major((count, 4), offset=begin * 4), row_major((count, 4), offset=at * 4)
+    return PlacedPiece.of(name, checkpoint=there, runtime=here)
+
+
+def padding(at: int, count: int) -> PlacedConstant:
+    return PlacedConstant(runtime=row_major((count * 4,), offset=at * 4), value=0.0)
+
+
+def shell(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(count, 4, dtype=dtype, device="meta")
+
+
+# One rank that has all, fused, and behind it rows of padding.
+FUSED = rank_of(
+    0,
+    {"attn.qkv": shell(10), "attn.o": shell(4)},
+    1,
+    attn_qkv=[rows("q", 0, 4), rows("k", 0, 2, at=4), rows("v", 0, 2, at=6), padding(8, 2)],
+    attn_o=[rows("o", 0, 4)],
+)
+
+
+def half(rank: int, dtype: torch.dtype = torch.float32, *, state: str = "placed", v: bool = True) -> Manifest:
+    """One of two ranks: half of each part."""
+    pieces = [rows("q", rank * 2, 2), rows("k", rank, 1, at=2), rows("v", rank, 1, at=3)]
+    manifest = rank_of(
+        rank,
+        {"attn.qkv": shell(4, dtype), "attn.o": shell(2, dtype)},
+        attn_qkv=pieces[: 3 if v else 2],
+        attn_o=[rows("o", rank * 2, 2)],
+    )
+    return replace(manifest, tensors=tuple(replace(tensor, state=state) for tensor in manifest.tensors))
+
+
+def test_fused_shell_is_cut_out_of_the_halves_and_its_padding_comes_from_nobody() -> None:
+    plan = plan_pull(FUSED, [half(0), half(1)], NO_DISK)
+    assert [(way.name, way.way, way.nbytes, way.disk_nbytes, way.sources) for way in plan.ways] == [
+        ("attn.qkv", "reshard", 8 * 16, 0, (0, 1)),
+        ("attn.o", "reshard", 4 * 16, 0, (0, 1)),
+    ]
+    assert (plan.nbytes("reshard"), plan.disk, plan.nowhere) == (12 * 16, (), ())
+    targets = [(copy.target.offset // 16, copy.target.end // 16) for copies in plan.copies for copy in copies]
+    assert sorted(targets) == [(0, 2), (2, 4), (4, 5), (5, 6), (6, 7), (7, 8), (10, 12), (12, 14)]
+
+
+def test_halves_are_cut_out_of_the_fused_shell() -> None:
+    for rank in range(2):
+        plan = plan_pull(half(rank), [FUSED], NO_DISK)
+        assert [way.way for way in plan.ways] == ["reshard", "reshard"]
+        assert [(copy.source.offset // 16, copy.source.numel // 16) for copy in plan.copies[0]] == [
+            (rank * 2, 2), (4 + rank, 1), (6 + rank, 1), (10 + rank * 2, 2),
+        ]  # fmt: skip
+
+
+def test_shell_of_constants_alone_needs_nobody() -> None:
+    target = rank_of(0, {"pad": shell(2)}, pad=[padding(0, 2)])
+    plan = plan_pull(target, [half(0)], NO_DISK)
+    assert [(way.way, way.nbytes, way.sources) for way in plan.ways] == [("constant", 0, ())]
+    assert plan_pull(target, []).ways[0].way == "constant"
+
+
+def test_slot_that_the_sources_lack_comes_from_disk_alone_of_its_shell() -> None:
+    plan = plan_pull(FUSED, [half(0, v=False), half(1)], Supply(on_disk={"v"}))
+    way = plan.ways[0]
+    assert (way.way, way.nbytes, way.disk_nbytes, way.sources) == ("disk", 8 * 16, 16, (0, 1))
+    assert way.reason == "v: a part of it is held by no source"
+    assert [
+        (str(piece), piece.checkpoint.offset, piece.runtime.offset, piece.runtime.numel) for piece in plan.disk
+    ] == [("attn.qkv[v]", 0, 24, 4)]
+    assert (plan.nbytes("disk"), plan.nbytes("reshard"), plan.nowhere) == (16, 4 * 16, ())
+
+
+@pytest.mark.parametrize("on_disk", [frozenset[str](), frozenset({"q", "k", "o"})], ids=["no disk", "disk lacks it"])
+def test_siblings_of_a_slot_that_is_nowhere_come_from_nobody(on_disk: frozenset[str]) -> None:
+    """L181: half of a fused layer, or a weight without its bias, is of no use."""
+    other = rank_of(0, {"mlp.o": shell(4)}, 1, mlp_o=[rows("o", 0, 4)])
+    target = replace(
+        FUSED,
+        storages=(*FUSED.storages, *other.storages),
+        tensors=(*FUSED.tensors, *(replace(tensor, storage=2) for tensor in other.tensors)),
+    )
+    plan = plan_pull(target, [half(0, v=False), half(1)], Supply(on_disk=on_disk))
+    assert plan.nowhere == ("attn.qkv[v]",)
+    assert [(way.way, way.sources, "attn.qkv[v]" in way.reason) for way in plan.ways] == [
+        ("disk", (), True), ("disk", (), True), ("reshard", (0, 1), False),
+    ]  # fmt: skip
+    assert plan.nbytes("reshard") == sum(map(plan.source_bytes, range(2))) == 4 * 16
+    with pytest.raises(CoverageError, match=r"attn\.qkv\[v\]"):
+        check_servable(plan)
+
+
+def test_element_that_nothing_is_placed_in_makes_its_shell_missing() -> None:
+    target = rank_of(0, {"attn.qkv": shell(10)}, 1, attn_qkv=[rows("q", 0, 4), rows("k", 0, 2, at=4), padding(8, 2)])
+    plan = plan_pull(target, [half(0), half(1)], Supply(on_disk={"q", "k", "v"}))
+    assert plan.nowhere == ("attn.qkv",)
+    assert sum(map(plan.source_bytes, range(2))) == 0
+
+
+def test_elements_of_another_dtype_are_not_taken_and_the_reason_says_both() -> None:
+    plan = plan_pull(FUSED, [half(0, torch.float16), half(1, torch.bfloat16)], Supply(on_disk=frozenset("qkvo")))
+    assert plan.copies == ((), ())
+    assert plan.ways[1].reason == "o: sources hold it as bfloat16, float16, the shell is float32"
+    assert "sources hold it as bfloat16, float16, the shell is float32" in plan.ways[0].reason
+    assert plan.nbytes("disk") == 12 * 16
+    # What one of them has in the right dtype is taken.
+    plan = plan_pull(FUSED, [half(0, torch.float16), half(1)], Supply(on_disk=frozenset("qkvo")))
+    assert (plan.source_bytes(0), plan.source_bytes(1), plan.nbytes("disk")) == (0, 6 * 16, 6 * 16)
+
+
+def test_bytes_after_post_processing_are_copied_as_they_are_or_not_at_all() -> None:
+    final = half(0, state="final")
+    assert [way.way for way in plan_pull(final, [final], NO_DISK).ways] == ["identical", "identical"]
+    for target, sources in [(FUSED, [final, half(1, state="final")]), (half(0), [final])]:
+        plan = plan_pull(target, sources, Supply(on_disk=frozenset("qkvo")))
+        assert set(plan.copies) == {()}
+        assert [way.way for way in plan.ways] == ["disk", "disk"]
+    # Neither a source nor the disk has what is in a target after post-processing, unless it is there in this layout.
+    other = replace(final, tensors=tuple(replace(tensor, layout="k") for tensor in final.tensors))
+    for sources in ([half(0)], [other], [FUSED]):
+        plan = plan_pull(final, sources, Supply(on_disk=frozenset("qkvo")))
+        assert set(plan.copies) == {()}
+        assert plan.nowhere == ("attn.qkv", "attn.o")
+
+
+def test_views_of_one_allocation_are_written_once_under_whatever_name() -> None:
+    """An engine names a fused parameter and its parts."""
+    fused = shell(8)
+    pieces = [rows("q", 0, 4), rows("k", 0, 2, at=4), rows("v", 0, 2, at=6)]
+    views = {"attn.q": fused[:4], "attn.qkv": fused, "attn.kv": fused[4:], "attn.v": fused[6:]}
+    target = rank_of(
+        0, views, 1, attn_q=pieces[:1], attn_qkv=pieces, attn_kv=pieces[1:], attn_v=pieces[2:]
+    )  # fmt: skip
+    plan = plan_pull(target, [half(0), half(1)], NO_DISK)
+    assert (plan.disk, plan.nowhere) == ((), ())
+    written = sorted(address for copies in plan.copies for copy in copies for address in indices(copy.target))
+    assert written == list(range(8 * 16))
+    assert sum(way.nbytes for way in plan.ways) == 8 * 16
+
+
+def test_tie_of_two_names_comes_by_the_placement_that_somebody_has() -> None:
+    """The head is the embedding; the checkpoint of one side has only one of them."""
+    memory = shell(4)
+    names = {"embed": memory, "head": memory}
+    target = rank_of(0, names, 1, embed=[rows("q", 0, 4)], head=[rows("o", 0, 4)])
+    only_head = rank_of(0, {"x": shell(4)}, x=[rows("o", 0, 4)])
+    plan = plan_pull(target, [only_head], NO_DISK)
+    assert {way.name: (way.way, way.nbytes) for way in plan.ways} == {"embed": ("reshard", 0), "head": ("reshard", 64)}
+    assert plan.nowhere == ()
+    assert plan_pull(target, [], Supply(on_disk={"o"})).nowhere == ()
+    assert plan_pull(target, [], Supply(on_disk={"k"})).nowhere in (("embed[q]",), ("head[o]",))
+
+
+def test_lost_source_is_not_planned_for_and_what_only_it_had_is_nowhere() -> None:
+    sources = [half(0), half(1)]
+    plan = plan_pull(FUSED, sources, Supply(lost={0}, on_disk=frozenset()))
+    assert plan.copies == ((), ())
+    assert set(plan.nowhere) == {f"attn.qkv[{name}]" for name in "qkv"} | {"attn.o[o]"}
+    spare = half(0)
+    plan = plan_pull(FUSED, [*sources, spare], Supply(lost={0}, on_disk=frozenset()))
+    assert [plan.source_bytes(number) for number in range(3)] == [0, 6 * 16, 6 * 16]
+
+
+# Fair shares
+
+
+def cut(axes: Mapping[str, int | None], sizes: Mapping[str, tuple[int, int]], tp: int) -> list[Manifest]:
+    """All ranks of a topology that cuts each tensor along an axis, or leaves it whole on each rank."""
+    specs = tuple(CheckpointSpec(name=name, dtype="uint8", shape=shape) for name, shape in sizes.items())
+    ranks = []
+    for rank in range(tp):
+        shells, placements = dict[str, torch.Tensor](), dict[str, ShellPlacement]()
+        for name, shape in sizes.items():
+            part = torch.empty(shape, dtype=torch.uint8, device="meta")
+            if (axis := axes[name]) is not None:
+                begin, end = (shape[axis] * n // tp for n in (rank, rank + 1))
+                part = part.narrow(axis, begin, end - begin)
+            there = Region(offset=int(part.storage_offset()), shape=tuple(part.shape), strides=part.stride())
+            piece = PlacedPiece.of(name, checkpoint=there, runtime=row_major(part.shape))
+            shells[f"{name}.weight"] = torch.empty(part.shape, dtype=torch.uint8, device="meta")
+            placements[f"{name}.weight"] = ShellPlacement(pieces=(piece,))
+        identity = ModelIdentity(model="m", checkpoint=specs, topology=Topology(tp=tp), rank=rank)
+        ranks.append(Layout.of(shells, identity, placements).manifest)
+    return ranks
+
+
+def needed_of(target: Manifest, plan: Plan, sources: Sequence[Manifest]) -> Counter[tuple[int, ...]]:
+    """The bytes that each set of sources could have sent a target, in the ways that were chosen."""
+    found, placed = Counter[tuple[int, ...]](), PlacedSources(sources)
+    for tensor, way in zip(target.tensors, plan.ways, strict=True):
+        if way.way == "identical":
+            holders = [(n, s.by_name[tensor.name]) for n, s in enumerate(sources) if tensor.name in s.by_name]
+            alike = [n for n, held in holders if holds_the_same((target, tensor), (sources[n], held))]
+            found[tuple(alike)] += tensor.nbytes
+            continue
+        for _, portions in placed.portions(target, tensor, {}):
+            for portion in portions or ():
+                found[tuple(sorted(number for number, _ in portion.holders))] += portion.target.numel
+    return found
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_no_source_sends_more_than_a_tenth_above_its_fair_share_to_all_targets_together(data: st.DataObject) -> None:
+    """Layers that every topology cuts along the same axes, and norms that all ranks have whole."""
+    sizes = {"norm": (1, 8192)} | {f"l{n}": (data.draw(st.integers(15000, 30000)), 8192) for n in range(4)}
+    axes: dict[str, int | None] = {name: data.draw(st.sampled_from([0, 1])) for name in sizes} | {"norm": None}
+    tp = st.integers(1, 6)
+    sources = cut(axes, sizes, data.draw(tp)) + data.draw(st.just([]) | tp.map(lambda n: cut(axes, sizes, n)))
+    targets = cut(axes, sizes, data.draw(tp))
+    needed: Counter[tuple[int, ...]] = Counter()
+    loads = [0] * len(sources)
+    planner = Planner(sources)
+    for target in targets:
+        plan = planner.plan(target, NO_DISK)
+        assert plan.nowhere == ()
+        loads = [load + plan.source_bytes(number) for number, load in enumerate(loads)]
+        needed += needed_of(target, plan, sources)
+    assert sum(loads) == sum(needed.values()) == sum(t.nbytes for target in targets for t in target.tensors)
+    # What only some sources can send, they have to, together.
+    fair = max(
+        sum(nbytes for holders, nbytes in needed.items() if set(holders) <= set(some)) / len(some)
+        for count in range(1, len(sources) + 1)
+        for some in itertools.combinations(range(len(sources)), count)
+    )
+    assert max(loads) <= 1.1 * fair

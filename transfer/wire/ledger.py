@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from weightwire.transfer.manifest import Manifest
-from weightwire.transfer.planning import Copy
+from weightwire.transfer.plan import Copy
 from weightwire.transfer.regions import Region
 
 # A claim is made of pieces of this size, or smaller ones where there is less to share out: small enough that the

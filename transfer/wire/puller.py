@@ -28,7 +28,7 @@ from weightwire.transfer.errors import (
 )
 from weightwire.transfer.intervals import IntervalSet
 from weightwire.transfer.manifest import Manifest
-from weightwire.transfer.planning import Plan, filled_region
+from weightwire.transfer.plan import Plan
 from weightwire.transfer.regions import Region
 from weightwire.transfer.shells import Shells
 from weightwire.transfer.wire.ledger import Ledger, Segment, cut_segments
@@ -111,8 +111,7 @@ class Coverage:
         given[source] += place.nbytes
         if given.total() == place.target.numel:
             self.bytes_by_source.update(given)
-            for begin, end in filled_region(place.target):
-                self.target.add(begin, end)
+            self.target.add_region(place.target)
 
 
 class Puller:
@@ -135,7 +134,9 @@ class Puller:
         self.failures: list[SourceFailure] = []
         self._shells = shells
         self._manifests = manifests
+        self._digests = list(dict.fromkeys(endpoint.manifest for endpoint in endpoints))
         self._lanes = [_Lane(endpoint, manifests[endpoint.manifest], self.options) for endpoint in endpoints]
+        self._collect_failures()
 
     def __enter__(self) -> Puller:
         return self
@@ -145,18 +146,28 @@ class Puller:
             lane.close()
 
     @property
-    def live_manifests(self) -> list[Manifest]:
-        """What the sources hold that were not given up, without repetition, in order of preference."""
-        digests = dict.fromkeys(lane.endpoint.manifest for lane in self._lanes if lane.error is None)
-        return [self._manifests[digest] for digest in digests]
+    def manifests(self) -> list[Manifest]:
+        """What the sources hold, without repetition, in order of preference; those that were given up included."""
+        return [self._manifests[digest] for digest in self._digests]
 
-    def connect(self) -> None:
-        """Open the connections now; a source that is not there is given up."""
+    @property
+    def lost(self) -> frozenset[int]:
+        """Numbers of the manifests of which every source was given up."""
+        return frozenset(number for number, capacity in enumerate(self.capacities) if not capacity)
+
+    @property
+    def capacities(self) -> list[int]:
+        """For each manifest, how many sources hold it that were not given up."""
+        live = Counter(lane.endpoint.manifest for lane in self._lanes if lane.error is None)
+        return [live[digest] for digest in self._digests]
+
+    def connect(self, plan: Plan) -> None:
+        """Open the connections that `plan` needs now; a source that is not there is given up."""
         # All at once: hosts that are gone would let each other wait, and the living ones, too.
         threads = [
             threading.Thread(target=lane.connect, name=f"weightwire-connect-{lane.endpoint.instance_id}")
             for lane in self._lanes
-            if lane.error is None
+            if lane.error is None and plan.copies[self._digests.index(lane.endpoint.manifest)]
         ]
         for thread in threads:
             thread.start()
@@ -165,13 +176,13 @@ class Puller:
         self._collect_failures()
 
     def pull(self, plan: Plan, control: Control, on_bytes: Callable[[int], None] = lambda _: None) -> None:
-        """Fetch what `plan` wants from the live sources, in the order in which it was made from them.
+        """Fetch what `plan` wants from the live sources.
 
         Returns when everything is verified or every source that could help has failed; `coverage` and `failures`
         say which.
 
         Args:
-            plan: Of `live_manifests`.
+            plan: Of `manifests`.
             control: Deadline and stop button.
             on_bytes: Called from the streams' threads with the bytes that were verified since the last call.
 
@@ -180,9 +191,9 @@ class Puller:
             DeadlineError: If its time is over.
         """
         ledgers = {}
-        for manifest, copies in zip(self.live_manifests, plan.copies, strict=True):
+        for manifest, copies in zip(self.manifests, plan.copies, strict=True):
             lanes = [lane for lane in self._lanes if lane.error is None and lane.manifest is manifest]
-            num_streams = len(lanes) * self.options.streams
+            num_streams = max(1, len(lanes)) * self.options.streams
             ledgers[manifest.digest] = Ledger(
                 cut_segments(manifest, copies, num_streams=num_streams), num_streams=num_streams
             )

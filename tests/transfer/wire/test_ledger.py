@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.transfer.conftest import PATIENCE_S
 from weightwire.transfer.manifest import MAX_CHUNK_BYTES, Manifest
-from weightwire.transfer.planning import Copy
+from weightwire.transfer.plan import Copy
 from weightwire.transfer.regions import Region, row_major
 from weightwire.transfer.wire.ledger import Ledger, Segment, cut_segments
 

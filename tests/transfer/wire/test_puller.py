@@ -18,7 +18,8 @@ from tests.transfer.wire.conftest import POISON, Answer, Answering, Closed, Held
 from weightwire.transfer.control import Control
 from weightwire.transfer.errors import CancelledError, DeadlineError, TransferError
 from weightwire.transfer.intervals import IntervalSet
-from weightwire.transfer.planning import plan_pull
+from weightwire.transfer.plan import Plan
+from weightwire.transfer.planning import Supply, plan_pull
 from weightwire.transfer.shells import Shells
 from weightwire.transfer.wire.framing import ReadRequest
 from weightwire.transfer.wire.puller import Puller, PullOptions
@@ -42,6 +43,13 @@ def model_of(tensors: dict[str, torch.Tensor], *, chunk_bytes: int = CHUNK) -> M
 def long() -> Model:
     """Forty chunks."""
     return model_of({"a": filled("uint8", (40 * CHUNK - 5,)), "b": filled("float32", (1,), seed=1)})
+
+
+def planned(target: Shells, puller: Puller, covered: IntervalSet | None = None) -> Plan:
+    """What is left to be fetched from the sources that were not given up."""
+    covered = puller.coverage.target if covered is None else covered
+    supply = Supply(lost=puller.lost, capacities=puller.capacities, covered=covered)
+    return plan_pull(target.manifest, puller.manifests, supply)
 
 
 class Pull:
@@ -69,12 +77,9 @@ class Pull:
     def run(self, on_bytes: Callable[[int], None] | None = None) -> Pull:
         """Connect, and pull until nobody has anything more to give."""
         with self.puller as puller:
-            puller.connect()
-            plan = plan_pull(self.target.manifest, puller.live_manifests)
-            while any(plan.copies):
+            while any((plan := planned(self.target, puller)).copies):
+                puller.connect(plan)
                 puller.pull(plan, self.control, on_bytes or self.told.append)
-                live = puller.live_manifests
-                plan = plan_pull(self.target.manifest, live, covered=puller.coverage.target)
         return self
 
     @property
@@ -154,13 +159,12 @@ def test_source_that_dies_loses_the_rest_to_the_other_and_nothing_comes_twice(
     other = serve(long.shells, instance_id="y", limits=SourceLimits(max_readers=1))
     pull = Pull([endpoint(long, dying, "x")], [long], streams=1)
     with pull.puller as puller:
-        plan = plan_pull(long.manifest, puller.live_manifests)
-        puller.pull(plan, pull.control)
+        puller.pull(planned(pull.target, puller), pull.control)
     assert pull.codes == {"x": "source_unreachable"}
     assert pull.puller.coverage.target.total == 3 * CHUNK
     again = Puller(pull.target, [other.endpoint()], pull.manifests)
     with again as puller:
-        left = plan_pull(long.manifest, puller.live_manifests, covered=pull.puller.coverage.target)
+        left = planned(pull.target, puller, pull.puller.coverage.target)
         assert left.source_bytes(0) == long.manifest.total_bytes - 3 * CHUNK
         puller.pull(left, pull.control)
     assert bits(pull.target.tensor("a")) == bits(long.shells.tensor("a"))
@@ -183,7 +187,8 @@ def test_sources_that_are_not_there_are_named_each_with_its_reason(long: Model) 
         gone.append(endpoint_of(long.manifest, url=url, instance_id=name))
     pull = Pull(gone, [long]).run()
     assert pull.codes == {"x": "source_unreachable", "y": "source_unreachable"}
-    assert pull.puller.live_manifests == []
+    assert (list(pull.puller.lost), pull.puller.capacities) == ([0], [0])
+    assert pull.puller.manifests == [long.manifest]
     assert all("refused" in failure.detail for failure in pull.puller.failures)
 
 
@@ -194,6 +199,38 @@ def test_source_without_digests_is_not_believed(serve: Serve, long: Model) -> No
     ).run()  # fmt: skip
     assert pull.codes == {"s": "manifest_invalid"}
     assert pull.puller.coverage.target.total == 0
+
+
+def test_source_that_a_plan_does_not_need_is_not_connected_to(fake: MakeFake, serve: Serve, long: Model) -> None:
+    other = model_of({"c": filled("uint8", (9,))})
+    idle = fake(lambda _: None)
+    endpoints = [serve(long.shells).endpoint(), endpoint(other, idle, "idle")]
+    pull = Pull(endpoints, [long, other]).run()
+    assert pull.is_complete
+    assert pull.codes == {}
+    assert idle.connections == 0
+
+
+def test_manifest_is_lost_when_the_last_of_its_sources_is(serve: Serve, answering: Answering, long: Model) -> None:
+    other = model_of({"c": filled("uint8", (9,))})
+    dying = answering(lambda _: Closed(b""), of=long)
+    endpoints = [
+        endpoint(long, dying, "x"),
+        serve(long.shells, instance_id="y").endpoint(),
+        endpoint(long, dying, "z"),
+        serve(other.shells, instance_id="w").endpoint(),
+    ]
+    pull = Pull(endpoints, [long, other])
+    assert (pull.puller.manifests, pull.puller.capacities) == ([long.manifest, other.manifest], [3, 1])
+    assert not pull.puller.lost
+    pull.run()
+    assert pull.is_complete
+    # It keeps its number whoever is gone: what was fetched is found again by it.
+    assert pull.puller.manifests == [long.manifest, other.manifest]
+    assert pull.puller.capacities == [3 - len(pull.codes), 1]
+    assert not pull.puller.lost
+    pull = Pull(endpoints[:1], [long]).run()
+    assert (list(pull.puller.lost), pull.puller.capacities) == ([0], [0])
 
 
 # One source that has its moods
@@ -333,7 +370,7 @@ def test_strided_target_is_counted_once_although_its_source_died(serve: Serve, a
     target = Shells.from_tensors(wanted)
     pull = Pull([endpoint(held, dying, "x")], [held], target=target, streams=1)
     with pull.puller as puller:
-        puller.pull(plan_pull(target.manifest, puller.live_manifests), pull.control)
+        puller.pull(planned(target, puller), pull.control)
         assert puller.coverage.target.total == 0
         assert puller.coverage.bytes_by_source.total() == 0
     pull = Pull([endpoint(held, dying, "x"), living.endpoint()], [held], target=target).run()

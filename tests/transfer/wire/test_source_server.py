@@ -129,7 +129,7 @@ def drained(source: Source) -> bool:
 def test_source_is_healthy_and_ready(served: Served, client: Connect) -> None:
     get = client(served)
     assert json.loads(get("GET", "/healthz").body) == {"status": "ok"}
-    assert json.loads(get("GET", "/readyz").body) == {"status": "ready", "weight_version": VERSION}
+    assert json.loads(get("GET", "/readyz").body) == {"status": "ready", "weight_version": VERSION, "ranks": [0]}
     assert get("HEAD", "/readyz").body == b""
 
 

@@ -51,7 +51,7 @@ from weightwire.transfer.errors import (
     TransferError,
 )
 from weightwire.transfer.intervals import IntervalSet
-from weightwire.transfer.planning import plan_pull
+from weightwire.transfer.planning import Supply, plan_pull
 from weightwire.transfer.shells import Shells
 from weightwire.transfer.wire.framing import Frame
 from weightwire.transfer.wire.ledger import Segment, cut_segments
@@ -64,7 +64,7 @@ LONG = Timeouts(connect_s=PATIENCE_S, stall_s=PATIENCE_S)
 
 def fetch(served: Served, target: Shells, *, covered: IntervalSet | None = None) -> list[Frame]:
     """Read into `target` all that a real source holds of it."""
-    plan = plan_pull(target.manifest, [served.manifest], covered=covered)
+    plan = plan_pull(target.manifest, [served.manifest], Supply(covered=covered))
     stream = SourceStream(served.endpoint(), served.manifest, timeouts=LONG)
     try:
         return list(stream.fetch(list(cut_segments(served.manifest, plan.copies[0], num_streams=1)), target))
