@@ -40,17 +40,33 @@ STATUSES: tuple[tuple[type[TransferError], int], ...] = (
     (errors.TransferError, 500),
 )
 _RESERVED = frozenset({"type", "title", "status", "detail", "code", "instance"})
+# A checkpoint of a wrong model has a hundred thousand names without a place; the first ones say it all.
+MOST_LISTED = 100
 
 
 def status_for(error: TransferError) -> int:
     return next(status for kind, status in STATUSES if isinstance(error, kind))
 
 
+def listed_facts(error: TransferError) -> dict[str, Fact]:
+    """The facts of an error as they are printed and sent: of a long list the first `MOST_LISTED` members.
+
+    Beside such a list named `x` is its full length, as `x_total`. The error itself keeps all.
+    """
+    facts = dict[str, Fact]()
+    for key, value in error.facts.items():
+        if isinstance(value, list) and len(value) > MOST_LISTED:
+            facts |= {key: cast(Fact, value[:MOST_LISTED]), f"{key}_total": len(value)}
+        else:
+            facts[key] = value
+    return facts
+
+
 def problem_of(error: TransferError, *, status: int | None = None) -> dict[str, object]:
-    """The problem document: `type, title, status, detail, code`, and the error's facts as members."""
+    """The problem document: `type, title, status, detail, code`, and `listed_facts` as members."""
     status = status or status_for(error)
     return {
-        **{key: value for key, value in error.facts.items() if key not in _RESERVED},
+        **{key: value for key, value in listed_facts(error).items() if key not in _RESERVED},
         "type": f"urn:weightwire:error:{error.code}",
         "title": HTTPStatus(status).phrase,
         "status": status,

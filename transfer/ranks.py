@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Self
 
 from weightwire.transfer.errors import TopologyError
@@ -23,6 +23,8 @@ class GroupRank:
 
 
 ALONE = GroupRank()
+# Of one rank. Each is filled by itself; published models have fewer than 1,000 experts.
+_MOST_SLOTS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +91,12 @@ class ExpertPlacement:
 
     num_experts: int
     ranks: tuple[tuple[int, ...], ...]
+    # The inverse of `ranks`: looked up for each tensor of each expert.
+    _slots: tuple[Mapping[int, tuple[int, ...]], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        placed = {expert for slots in self.ranks for expert in slots}
+        object.__setattr__(self, "_slots", tuple(map(_inverse, self.ranks)))
+        placed = {expert for slots in self._slots for expert in slots}
         strange = sorted(placed - set(range(self.num_experts)))
         missing = sorted(set(range(self.num_experts)) - placed)
         if strange or missing or not self.ranks:
@@ -119,14 +124,24 @@ class ExpertPlacement:
         """An explicit map; see `ranks`.
 
         Raises:
-            TopologyError: If an expert has no slot, or a slot an unknown expert.
+            TopologyError: If an expert has no slot, a slot an unknown expert, or a rank more slots than can be meant.
         """
+        most = max(map(len, ranks), default=0)
+        if most > _MOST_SLOTS:
+            raise TopologyError(f"expert map: has {most} slots on one rank, expected at most {_MOST_SLOTS}")
         return cls(num_experts=num_experts, ranks=tuple(tuple(slots) for slots in ranks))
 
     def local_slots(self, expert: int, ep_rank: int) -> tuple[int, ...]:
         """Indices in the shells of one rank at which a logical expert lies; empty if it is not local."""
-        return tuple(index for index, logical in enumerate(self.ranks[ep_rank]) if logical == expert)
+        return self._slots[ep_rank].get(expert, ())
 
     def num_local(self, ep_rank: int) -> int:
         """Expert slots of one rank."""
         return len(self.ranks[ep_rank])
+
+
+def _inverse(slots: Iterable[int]) -> dict[int, tuple[int, ...]]:
+    found = dict[int, list[int]]()
+    for index, expert in enumerate(slots):
+        found.setdefault(expert, []).append(index)
+    return {expert: tuple(indices) for expert, indices in found.items()}

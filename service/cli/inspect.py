@@ -14,6 +14,7 @@ from weightwire.transfer.checkpoint import DiscoveryOptions
 from weightwire.transfer.checkpoint.formats import served_format
 from weightwire.transfer.diagnostics import Diagnostic, advice, render
 from weightwire.transfer.inspection import Inspection, inspect_checkpoint
+from weightwire.transfer.ranks import GroupRank
 
 
 def inspect(
@@ -21,6 +22,9 @@ def inspect(
     *,
     load_format: flags.LoadFormatName = "auto",
     pt_fallback: flags.PtFallback = False,
+    shared_by: Annotated[
+        int, typer.Option(help="Ranks that read this folder from shared storage at the same time.", min=1)
+    ] = 1,
     json: flags.Json = False,
     log_level: flags.LogLevel = "error",
 ) -> int:
@@ -29,8 +33,10 @@ def inspect(
     Reads headers and config.json, and no weights. Of a known architecture it says whether names and shapes fit.
     """
     start_logging(log_level)
-    options = DiscoveryOptions(load_format=served_format(load_format), allow_pt_fallback=pt_fallback)
-    found = inspect_checkpoint(checkpoint_dir, options)
+    options = DiscoveryOptions(
+        load_format=served_format(load_format), allow_pt_fallback=pt_fallback, group=GroupRank(0, shared_by)
+    )
+    found = inspect_checkpoint(checkpoint_dir, options, shared_storage=shared_by > 1)
     if json:
         print_json({**_to_json(found), "error": None})
     else:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from rich.console import Console
 from rich.logging import RichHandler
@@ -28,6 +29,7 @@ from rich.text import Text
 from weightwire.service.cli.exit_codes import code_for
 from weightwire.transfer.diagnostics import advice, diagnostic_of
 from weightwire.transfer.errors import SettingsError, TransferError
+from weightwire.transfer.problems import listed_facts
 from weightwire.transfer.session import RankProgress, TransferState
 
 stdout = Console()
@@ -56,8 +58,8 @@ def start_logging(level: str) -> None:
 
 
 def error_json(error: TransferError) -> dict[str, object]:
-    """The `error` member of a command's JSON: code, detail, and the facts that the error carries."""
-    return {**error.facts, "code": error.code, "detail": str(error)}
+    """The `error` member of a command's JSON: code, detail, and the facts that the error carries, long lists cut."""
+    return {**listed_facts(error), "code": error.code, "detail": str(error)}
 
 
 def print_error(error: TransferError) -> None:
@@ -97,18 +99,23 @@ def progress_bar(label: str, *, enabled: bool, rank: int = 0) -> Iterator[Callab
     if not enabled:
         yield lambda _: None
         return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        _RateColumn(),
-        TimeRemainingColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[state]}"),
-    )
-    with Progress(*columns, console=stderr) as progress:
-        task = progress.add_task(f"{label} rank {rank}", total=None, state="")
-        yield _Bar(progress, task).update
+    with _bars(label) as bars:
+        bars.add(rank)
+        yield partial(bars.update, rank)
+
+
+@contextlib.contextmanager
+def rank_bars(label: str, *, enabled: bool) -> Iterator[Callable[[int, RankProgress], None]]:
+    """A bar for each rank, from when it first moves; gives the function that moves them, from any thread.
+
+    Args:
+        enabled: False prints nothing and costs nothing.
+    """
+    if not enabled:
+        yield lambda _rank, _progress: None
+        return
+    with _bars(label) as bars:
+        yield bars.update
 
 
 @contextlib.contextmanager
@@ -131,6 +138,47 @@ class _RateColumn(ProgressColumn):
     def render(self, task: Task) -> Text:
         rate = task.finished_speed or task.speed or (task.completed / task.elapsed if task.elapsed else 0)
         return Text(f"{human_bytes(rate)}/s", style="progress.data.speed")
+
+
+@contextlib.contextmanager
+def _bars(label: str) -> Iterator[_Bars]:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        _RateColumn(),
+        TimeRemainingColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[state]}"),
+    )
+    with Progress(*columns, console=stderr) as progress:
+        try:
+            yield _Bars(progress, label)
+        except BaseException:
+            # Of work that failed before it began nothing is worth keeping above the error.
+            progress.live.transient = not any(task.completed for task in progress.tasks)
+            raise
+
+
+class _Bars:
+    """Bars by rank."""
+
+    def __init__(self, progress: Progress, label: str) -> None:
+        self._progress = progress
+        self._label = label
+        self._lock = threading.Lock()
+        self._by_rank: dict[int, _Bar] = {}
+
+    def add(self, rank: int) -> _Bar:
+        """The bar of a rank, which is there from now on."""
+        with self._lock:
+            if rank not in self._by_rank:
+                task = self._progress.add_task(f"{self._label} rank {rank}", total=None, state="")
+                self._by_rank[rank] = _Bar(self._progress, task)
+            return self._by_rank[rank]
+
+    def update(self, rank: int, now: RankProgress) -> None:
+        self.add(rank).update(now)
 
 
 class _Bar:

@@ -18,6 +18,7 @@ from weightwire.transfer.errors import (
     FencedError,
     ForbiddenError,
     ManifestMismatchError,
+    NamesError,
     NotFoundError,
     SourceBusyError,
     SourceRefusedError,
@@ -27,7 +28,9 @@ from weightwire.transfer.errors import (
 )
 from weightwire.transfer.problems import (
     MEDIA_TYPE,
+    MOST_LISTED,
     error_of,
+    listed_facts,
     problem_of,
     problem_text,
     refusal_of,
@@ -61,6 +64,19 @@ def test_error_comes_back_with_its_class_words_and_facts(kind: type[TransferErro
     assert str(again) == str(error)
     assert again.facts == FACTS
     assert (again.code, again.retryable) == (error.code, error.retryable)
+
+
+@pytest.mark.parametrize("length", [MOST_LISTED, MOST_LISTED + 1, 100_000])
+def test_long_lists_are_told_in_short_with_their_length(length: int) -> None:
+    error = NamesError("names", unexpected=[f"n{number}" for number in range(length)], rank=3)
+    problem = problem_of(error)
+    assert problem["unexpected"] == [f"n{number}" for number in range(min(length, MOST_LISTED))]
+    assert problem.get("unexpected_total") == (length if length > MOST_LISTED else None)
+    assert problem["rank"] == 3
+    kept = error.facts["unexpected"]
+    assert isinstance(kept, list)
+    assert len(kept) == length
+    assert error_of(problem).facts == listed_facts(error)
 
 
 @EACH

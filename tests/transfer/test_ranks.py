@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -67,6 +69,32 @@ def test_replicas_lie_in_every_slot_of_the_map() -> None:
     placement = ExpertPlacement.from_map(4, [[0, 1, 2], [3, 0, 1]])
     assert placement.local_slots(0, 0) == (0,)
     assert placement.local_slots(0, 1) == (1,)
+
+
+class Counted(tuple[int, ...]):
+    """Slots that say how often somebody went through all of them."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[int]:
+        type(self).passes += 1
+        return super().__iter__()
+
+
+# L61, L64
+def test_slots_of_an_expert_are_found_without_going_through_all() -> None:
+    slots = Counted(slot % 1000 for slot in range(5000))
+    placement = ExpertPlacement(num_experts=1000, ranks=(slots, slots))
+    built = Counted.passes
+    found = [placement.local_slots(expert, rank) for rank in range(2) for expert in range(1000)]
+    assert found == 2 * [tuple(range(expert, 5000, 1000)) for expert in range(1000)]
+    assert (built, Counted.passes) == (2, 2)
+
+
+def test_map_with_more_slots_on_a_rank_than_anybody_means_is_refused() -> None:
+    with pytest.raises(TopologyError, match="expert map: has 65537 slots on one rank, expected at most 65536"):
+        ExpertPlacement.from_map(1, [[0], [0] * 65537])
+    assert ExpertPlacement.from_map(1, [[0], [0] * 65536]).num_local(1) == 65536
 
 
 @pytest.mark.parametrize(

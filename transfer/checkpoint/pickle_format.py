@@ -19,6 +19,7 @@ from weightwire.transfer.checkpoint.regular_files import (
     read_at,
     subject_of,
 )
+from weightwire.transfer.checkpoint.safetensors_format import is_tensor_name
 from weightwire.transfer.checkpoint.shard_files import LoadedShard, check_unchanged
 from weightwire.transfer.checkpoint.untrusted_json import quoted
 from weightwire.transfer.errors import CheckpointError
@@ -99,11 +100,14 @@ def _tensors_of(file: Path, content: object, *, most_bytes: int) -> dict[str, to
     tensors = dict[str, torch.Tensor]()
     strangers = list[str]()
     for name, value in content.items():
-        if isinstance(name, str) and isinstance(value, torch.Tensor) and _is_plain(value, most_bytes):
+        if not isinstance(name, str) or not isinstance(value, torch.Tensor) or not _is_plain(value, most_bytes):
+            strangers.append(f"{quoted(name)} ({_kind_of(value)})")
+        elif not is_tensor_name(name):
+            # Nothing could save, send or print it.
+            strangers.append(f"{quoted(name)} (tensor under a name that no safetensors file can have)")
+        else:
             # A Parameter's memory, without its history.
             tensors[name] = value.detach()
-        else:
-            strangers.append(f"{quoted(name)} ({_kind_of(value)})")
     if strangers:
         more = f" and {len(strangers) - _MOST_SHOWN} more" if len(strangers) > _MOST_SHOWN else ""
         raise CheckpointError(

@@ -2,7 +2,9 @@
 
 A contiguous region goes by positional reads into the shell's own memory. A strided one (a rank's columns of a
 row-parallel weight) is copied out of a short mapping of the rows in question, since the bytes between the columns need
-not be copied. Either way the memory in use beside the shells is bounded by threads x `STEP_BYTES`.
+not be copied: to read all of them into a buffer first took about twice as long, and so did one read for each row. The
+price is in `shard_files`: a file that is cut short in place meanwhile ends the process. Either way the memory in use
+beside the shells is bounded by threads x `STEP_BYTES`.
 """
 
 from __future__ import annotations

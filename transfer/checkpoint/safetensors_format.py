@@ -280,6 +280,15 @@ def _count_bytes(shape: tuple[int, ...], dtype: Dtype, subject: str) -> int:
     return 0 if 0 in shape else extent
 
 
+def is_tensor_name(text: str) -> bool:
+    """Whether a file of this format can hold a tensor of that name."""
+    try:
+        _check_text(text, METADATA_KEY)
+    except HeaderError:
+        return False
+    return text != METADATA_KEY
+
+
 def _check_text(text: str, subject: str) -> None:
     """Refuse lone surrogates, which JSON escapes can make and UTF-8 cannot carry any further."""
     try:

@@ -25,9 +25,11 @@ from weightwire.transfer.loading.base_loaders import as_bytes_if_packed, loader_
 from weightwire.transfer.loading.landing import Landing, land_all, look_at_optional
 from weightwire.transfer.loading.ledger import SlotLedger, required_slots
 from weightwire.transfer.loading.loop import Described, UnexpectedPolicy, account, check_report, walk_tree
-from weightwire.transfer.loading.module_shells import shells_of
+from weightwire.transfer.loading.module_shells import shell_at, shells_of
 from weightwire.transfer.loading.outcomes import LoadReport, NameOutcome, Outcome
 from weightwire.transfer.loading.slots import is_traceable
+from weightwire.transfer.loading.tied_heads import warn_of_own_head
+from weightwire.transfer.loading.ties import Given, check_agreement
 from weightwire.transfer.loading.walker import Pair
 from weightwire.transfer.tracing import Trace, TracedCopy, TracedFill, trace_placement
 
@@ -90,7 +92,8 @@ def load_direct(
         PlacementError: If a tensor does not fit its shell; nothing was written, except where a loader that looks at
             values says so: it is asked when all other shells are filled.
         NamesError: If names have no place; nothing was written.
-        SlotsError: If a slot or an element has no origin; nothing was written.
+        SlotsError: If a slot or an element has no origin, or memory that the module has under two names would be
+            given two values; nothing was written.
         AdmissionError: If a tensor that has to be looked at does not fit into memory.
         CheckpointError: If the files do not deliver what their headers say.
     """
@@ -127,17 +130,29 @@ class _Loading:
         self.ledger = SlotLedger(self.required)
         self.report = LoadReport(outcomes=())
         self.found: Trace
-        # Checkpoint names that need real values, with the shells that they lead to.
-        self.by_value: dict[str, tuple[str, ...]] = {}
+        # Checkpoint names that go through the loaders once more, with values, and the shells that wait for that.
+        self.by_value = set[str]()
+        self.put_off = set[str]()
+        # Checkpoint and runtime name of two tensors that may fill the same memory.
+        self.shared = list[tuple[tuple[str, str], tuple[str, str]]]()
 
     def trace(self) -> None:
         self.found = trace_placement(self._run, self.shells, specs_of(self.checkpoint))
-        for shell in self.found.opaque:
-            for name in self.found.feeds.get(shell, ()):
-                self.by_value[name] = (*self.by_value.get(name, ()), shell)
+        if self.found.opaque:
+            self.by_value |= self.found.ordinary
+            self.put_off |= self.found.opaque.keys()
 
     def _run(self, pairs: Iterable[Pair]) -> None:
-        self.report = account(self._land(pairs, by_value=False), self.ledger)
+        self.report = account(self._noting_shared(self._land(pairs, by_value=False)), self.ledger)
+
+    def _noting_shared(self, landings: Iterable[Landing]) -> Iterator[Landing]:
+        names = dict[str, str]()
+        for landing in landings:
+            target = landing.outcome.target
+            if target is not None:
+                names[target] = landing.outcome.name
+                self.shared += [((names[other], other), (names[target], target)) for other in landing.shared_with]
+            yield landing
 
     def _land(self, pairs: Iterable[Pair], *, by_value: bool) -> Iterator[Landing]:
         """The loaders themselves; on the first round, the ones that look at values are put off."""
@@ -151,7 +166,8 @@ class _Loading:
             if by_value or all(is_traceable(loader_of(self.shells[target])) for target in targets):
                 yield land_all(outcomes, tensor, self.shells.__getitem__)
             else:
-                self.by_value[name] = targets
+                self.by_value.add(name)
+                self.put_off.update(targets)
                 yield Landing(outcome=outcomes[0])
 
     def check(self) -> None:
@@ -159,8 +175,22 @@ class _Loading:
         outcomes = [self._looked_at(outcome) for outcome in self.report.outcomes]
         self.report = replace(self.report, outcomes=tuple(outcomes))
         check_report(self.report, self.model, unexpected=self.way.unexpected)
-        self.ledger.without(self._put_off).check()
-        _check_elements(self.found, self.required.keys() - self._put_off)
+        self.ledger.without(self.put_off).check()
+        _check_elements(self.found, self.required.keys() - self.put_off)
+        for pair in self.shared:
+            self._check_agreement(*pair)
+        if isinstance(self.model, Described):
+            warn_of_own_head(self.checkpoint, self.model.tables)
+
+    def _check_agreement(self, *pair: tuple[str, str]) -> None:
+        """What one piece of memory is given under two names has to be the same."""
+        needed = 2 * sum(self.checkpoint.entries[name].nbytes for name, _ in pair)
+        check_memory(needed, purpose=f"comparing the values of {' and '.join(quoted(name) for name, _ in pair)}")
+        one, other = (
+            Given(name=name, shell=shell_at(self.model, target), tensor=self.checkpoint.read_tensor(name))
+            for name, target in pair
+        )
+        check_agreement(one, other)
 
     def _looked_at(self, outcome: NameOutcome) -> NameOutcome:
         """An optional tensor is left out only for what its values are; the trace saw none."""
@@ -179,14 +209,14 @@ class _Loading:
         copies = (
             DiskCopy(name=event.name, source=event.source, target=self._view(event))
             for event in self.found.copies
-            if event.shell not in again
+            if event.shell not in again and event.name not in self.by_value
         )
         count = self._read(copies)
         for event in self.found.events:
             # Writes to the same elements: in the loader's own order, one after the other.
             if event.shell in again and isinstance(event, TracedFill):
                 as_bytes_if_packed(self._view(event)).fill_(event.value)
-            elif event.shell in again and isinstance(event, TracedCopy):
+            elif event.shell in again and isinstance(event, TracedCopy) and event.name not in self.by_value:
                 count += self._read([DiskCopy(name=event.name, source=event.source, target=self._view(event))])
         return count + self._load_by_value()
 
@@ -196,17 +226,13 @@ class _Loading:
 
     def _load_by_value(self) -> int:
         """The rest by the ordinary loaders, one whole tensor at a time."""
-        if not self.by_value:
+        if not self.put_off:
             return 0
         pairs = self.checkpoint.iterate(self.by_value.__contains__)
-        ledger = SlotLedger({name: slots for name, slots in self.required.items() if name in self._put_off})
+        ledger = SlotLedger({name: slots for name, slots in self.required.items() if name in self.put_off})
         account(self._land(pairs, by_value=True), ledger)
         ledger.check()
         return sum(self.checkpoint.entries[name].nbytes for name in self.by_value)
-
-    @property
-    def _put_off(self) -> frozenset[str]:
-        return frozenset(shell for shells in self.by_value.values() for shell in shells)
 
     def _view(self, event: TracedCopy | TracedFill) -> torch.Tensor:
         region = event.target
@@ -216,7 +242,7 @@ class _Loading:
         """Shells into which nothing but fills went: the ranks beyond the end of an uneven cut."""
         copied = {event.shell for event in self.found.copies if event.source.numel}
         filled = {event.shell for event in self.found.events if isinstance(event, TracedFill)}
-        return frozenset(filled - copied - self._put_off)
+        return frozenset(filled - copied - self.put_off)
 
 
 def _check_elements(trace: Trace, shells: Iterable[str]) -> None:

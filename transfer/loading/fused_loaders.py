@@ -18,6 +18,8 @@ from weightwire.transfer.ranks import GroupRank
 QkvPart: TypeAlias = Literal["q", "k", "v"]
 QKV: tuple[QkvPart, ...] = ("q", "k", "v")
 
+_PADDING_HELPS = ", or padding with heads of zeros (pad_heads, --pad-heads)"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QkvGeometry:
@@ -56,9 +58,13 @@ class QkvGeometry:
         ranks, kv_heads = self.group.size, self.num_kv_heads
         if ranks % kv_heads and kv_heads % ranks:
             raise TopologyError(
-                f"attention over {ranks} ranks: {kv_heads} key-value heads, expected a divisor or a multiple of {ranks}"
+                f"attention over {ranks} ranks: {kv_heads} key-value heads, expected a divisor or a multiple of "
+                f"{ranks}{_PADDING_HELPS}"
             )
-        equal_share(self.num_heads, ranks, of="attention heads")
+        if self.num_heads % ranks:
+            raise TopologyError(
+                f"attention over {ranks} ranks: {self.num_heads} heads, expected a multiple of {ranks}{_PADDING_HELPS}"
+            )
 
     @property
     def kv_replicas(self) -> int:

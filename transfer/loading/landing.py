@@ -25,11 +25,13 @@ class Landing:
         outcome: Of its name; the one outcome that counts.
         filled: Slots of the shell `outcome.target` that are filled now, as the shell numbers them.
         also: Other shells that the same tensor filled, by runtime name: a head tied to the embedding.
+        shared_with: Names that may have filled memory of the same shell before, where nobody could compare: on meta.
     """
 
     outcome: NameOutcome
     filled: tuple[SlotId, ...] = ()
     also: tuple[tuple[str, tuple[SlotId, ...]], ...] = ()
+    shared_with: tuple[str, ...] = ()
 
     def below(self, path: str) -> Landing:
         """The same, as the parent of the module `path` says it: with full names."""
@@ -39,6 +41,7 @@ class Landing:
             outcome=replace(outcome, name=joined(path, outcome.name), target=target),
             filled=self.filled,
             also=tuple((joined(path, name), slots) for name, slots in self.also),
+            shared_with=tuple(joined(path, name) for name in self.shared_with),
         )
 
 

@@ -8,7 +8,7 @@ chooses its way, so that architectures can move from one to the other one at a t
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import groupby
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
@@ -24,6 +24,7 @@ from weightwire.transfer.loading.mappers import WeightsMapper
 from weightwire.transfer.loading.module_shells import shells_of
 from weightwire.transfer.loading.outcomes import LoadReport, NameOutcome, Outcome, unexpected_names
 from weightwire.transfer.loading.resolver import NameTables, Resolver
+from weightwire.transfer.loading.ties import FilledMemory
 from weightwire.transfer.loading.walker import EVERYTHING, Pair, WalkRules, walk
 
 _LOG = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ def load_weights(
     Raises:
         PlacementError: If a tensor does not fit its shell.
         NamesError: If names have no place.
-        SlotsError: If a slot was filled by nothing, or more than once.
+        SlotsError: If a slot was filled by nothing, or more than once, or is given two values under two names.
         ValueError: If the model has no tables, and the way is not the central one.
     """
     shells = shells_of(model)
@@ -137,17 +138,17 @@ def walk_tree(model: nn.Module, pairs: Iterable[Pair], rules: WalkRules | None =
         yield from walk(model, pairs, rules or EVERYTHING)
         return
     tables, resolver = model.tables, model.resolver()
-    rules = rules or walk_rules(model)
+    rules, filled = rules or walk_rules(model), FilledMemory()
     for dropped, group in groupby(pairs, key=lambda pair: tables.mapper.apply(pair[0]) is None):
         if dropped:
             yield from (Landing(outcome=NameOutcome(name=n, outcome=Outcome.DROPPED, rule="L72")) for n, _ in group)
         else:
-            found = _walk_renamed(model, group, rules, tables.mapper)
+            found = _walk_renamed(group, tables.mapper, lambda pairs: walk(model, pairs, rules, filled=filled))
             yield from (_last_word(landing, resolver) for landing in found)
 
 
 def _walk_renamed(
-    model: nn.Module, pairs: Iterable[Pair], rules: WalkRules, mapper: WeightsMapper
+    pairs: Iterable[Pair], mapper: WeightsMapper, walked: Callable[[Iterable[Pair]], Iterable[Landing]]
 ) -> Iterator[Landing]:
     sources = dict[str, str]()
 
@@ -158,7 +159,7 @@ def _walk_renamed(
                 sources[name] = source
             yield name, tensor
 
-    for landing in walk(model, renamed(), rules):
+    for landing in walked(renamed()):
         source = sources.get(landing.outcome.name)
         yield landing if source is None else replace(landing, outcome=replace(landing.outcome, name=source))
 

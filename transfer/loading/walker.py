@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Protocol, TypeAlias, TypeGuard, runtime_checkable
 
@@ -21,6 +21,7 @@ from weightwire.transfer.loading.landing import Landing, fill_slot, joined, land
 from weightwire.transfer.loading.module_shells import has_shell, own_shell, shell_at
 from weightwire.transfer.loading.outcomes import NameOutcome, Outcome
 from weightwire.transfer.loading.stacked import OPTIONAL_SUFFIXES
+from weightwire.transfer.loading.ties import FilledMemory
 
 Pair: TypeAlias = tuple[str, torch.Tensor]
 
@@ -81,21 +82,26 @@ class WalkRules:
 EVERYTHING = WalkRules()
 
 
-def walk(model: nn.Module, pairs: Iterable[Pair], rules: WalkRules = EVERYTHING) -> Iterator[Landing]:
+def walk(
+    model: nn.Module, pairs: Iterable[Pair], rules: WalkRules = EVERYTHING, *, filled: FilledMemory | None = None
+) -> Iterator[Landing]:
     """Place each pair as it arrives; nothing is kept beyond its turn.
 
     Args:
         model: Root of the tree; its own `load_weights`, if any, is not called.
         pairs: Checkpoint names, relative to the root, and global tensors, in any order.
         rules: What is left out.
+        filled: What earlier walks of the same load filled.
 
     Yields:
         One landing for each pair, in order.
 
     Raises:
         PlacementError: If a tensor does not fit.
+        SlotsError: If memory that the module has under two names is given two different values.
         NamesError: If a module does not account for each tensor that it was given.
     """
+    filled = filled or FilledMemory()
 
     def rule_against(name: str) -> str | None:
         # A model may have such a table as a buffer of its own; it is then a tensor like others.
@@ -103,7 +109,7 @@ def walk(model: nn.Module, pairs: Iterable[Pair], rules: WalkRules = EVERYTHING)
 
     for rule, group in groupby(pairs, key=lambda pair: rule_against(pair[0])):
         if rule is None:
-            yield from _Walk(model, rules).visit(model, group, "")
+            yield from _Walk(model, rules, filled).visit(model, group, "")
         else:
             yield from (_dropped(name, rule) for name, _ in group)
 
@@ -112,6 +118,7 @@ def walk(model: nn.Module, pairs: Iterable[Pair], rules: WalkRules = EVERYTHING)
 class _Walk:
     model: nn.Module
     rules: WalkRules
+    filled: FilledMemory
 
     def visit(self, module: nn.Module, pairs: Iterable[Pair], path: str) -> Iterator[Landing]:
         """Deal consecutive pairs with the same first part to the child of that name."""
@@ -132,7 +139,7 @@ class _Walk:
         second = self.rules.also.get(name)
         if shell is not None and not rest:
             outcome = NameOutcome(name=name, outcome=Outcome.PLACED, rule=_RULE, target=name)
-            landing = land(outcome, shell, tensor)
+            landing = self._land(outcome, shell, tensor)
             return landing if second is None else self._also(landing, second, tensor)
         if second is not None:
             outcome = NameOutcome(name=name, outcome=Outcome.PLACED, rule="L77", target=second)
@@ -142,6 +149,15 @@ class _Walk:
             outcome = NameOutcome(name=name, outcome=Outcome.SKIPPED_OPTIONAL, rule="L76", target=name)
             return look_at_optional(outcome, tensor)
         return Landing(outcome=NameOutcome(name=name, outcome=Outcome.UNEXPECTED, rule=_RULE))
+
+    def _land(self, outcome: NameOutcome, shell: torch.Tensor, tensor: torch.Tensor) -> Landing:
+        if tensor.is_meta:
+            others = self.filled.others(outcome.name, shell)
+            landing = replace(land(outcome, shell, tensor), shared_with=others)
+            self.filled.note(outcome.name, shell)
+            return landing
+        with self.filled.filling(outcome.name, shell):
+            return land(outcome, shell, tensor)
 
     def _also(self, landing: Landing, second: str, tensor: torch.Tensor) -> Landing:
         filled = fill_slot(shell_at(self.model, second), tensor, landing.outcome.slot, name=second)

@@ -20,6 +20,21 @@ _DEFAULT_DTYPE = "float32"
 
 Members: TypeAlias = Mapping[str, object]
 
+# What a configuration means that leaves a field out altogether, where it is another thing than `config_of` makes of a
+# field that is null.
+# Source: transformers 5, the configuration classes of these models; a test compares.
+_LEFT_OUT: Mapping[str, Members] = {
+    "MistralForCausalLM": {"num_key_value_heads": 8},
+    "Qwen2ForCausalLM": {"num_key_value_heads": 32},
+    "Qwen2MoeForCausalLM": {
+        "num_key_value_heads": 16,
+        "num_experts": 60,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+    },
+    "Qwen3MoeForCausalLM": {"num_key_value_heads": 4, "num_experts": 128, "moe_intermediate_size": 768},
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertConfig:
@@ -98,6 +113,7 @@ class ModelConfig:
         tie_word_embeddings: Whether the output head is the embedding.
         dtype: Of every parameter that nothing else decides.
         attention_bias: Whether q, k, v and o have biases; None where the file does not say.
+        qkv_bias: Whether q, k and v have biases, where o has none anyway; None where the file does not say.
         mlp_bias: Whether the layers of dense MLPs have biases.
         experts: None for a dense model.
         fp8: None for an unquantised one.
@@ -115,6 +131,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     dtype: torch.dtype
     attention_bias: bool | None = None
+    qkv_bias: bool | None = None
     mlp_bias: bool = False
     experts: ExpertConfig | None = None
     fp8: Fp8Config | None = None
@@ -143,15 +160,17 @@ def read_members(source: str | bytes | Members) -> Members:
 def config_of(source: Members) -> ModelConfig:
     """Take the facts of a decoder-only model out of the members of its `config.json`.
 
-    Settings in `text_config` win over the ones around it. Old and new spellings of a key are both known.
+    Settings in `text_config` win over the ones around it. Old and new spellings of a key are both known. What is left
+    out has the value that transformers gives it, as far as published configurations leave it out.
 
     Raises:
         ConfigError: If a field is missing, of the wrong type or out of range: `facts["field"]`.
     """
-    fields = _Fields(source)
+    architecture = architecture_of(source)
+    fields = _Fields(source, _LEFT_OUT.get(architecture, {}))
     heads, hidden = fields.size("num_attention_heads"), fields.size("hidden_size")
     return ModelConfig(
-        architecture=architecture_of(source),
+        architecture=architecture,
         hidden_size=hidden,
         intermediate_size=fields.size("intermediate_size"),
         num_layers=fields.size("num_hidden_layers"),
@@ -162,6 +181,7 @@ def config_of(source: Members) -> ModelConfig:
         tie_word_embeddings=is_tied(source),
         dtype=_dtype(fields),
         attention_bias=fields.flag("attention_bias"),
+        qkv_bias=fields.flag("qkv_bias"),
         mlp_bias=fields.flag("mlp_bias") or False,
         experts=_experts(fields),
         fp8=_fp8(fields),
@@ -177,17 +197,18 @@ _MOST_OF_A_SIZE = (1 << 31) - 1
 
 
 class _Fields:
-    """Typed access to the members of a configuration; a null counts as absent."""
+    """Typed access to the members of a configuration; a null counts as absent, except that it is not left out."""
 
-    def __init__(self, outer: Members) -> None:
+    def __init__(self, outer: Members, left_out: Members) -> None:
         self.outer = outer
+        self.left_out = left_out
         nested = outer.get(_NESTED)
         if nested is not None and not isinstance(nested, Mapping):
             raise _refusal(_NESTED, nested, "an object")
         self.nested: Members = nested if nested is not None else {}
 
     def find(self, *spellings: str) -> tuple[str, object]:
-        """The first spelling that is there, and its value; (the last spelling, None) if none is.
+        """The first spelling that is there or has a value when left out, and its value; (the last one, None) if none.
 
         Raises:
             ConfigError: If two spellings on one level contradict each other.
@@ -199,7 +220,9 @@ class _Fields:
                     raise _refusal(name, level[name], f"{quoted(level[present[0]])}, as {present[0]!r} says")
             if present:
                 return present[0], level[present[0]]
-        return spellings[-1], None
+        is_left_out = not any(name in level for level in (self.nested, self.outer) for name in spellings)
+        known = [name for name in spellings if is_left_out and name in self.left_out]
+        return (known[0], self.left_out[known[0]]) if known else (spellings[-1], None)
 
     def size(self, *spellings: str) -> int:
         found = self.optional_size(*spellings)

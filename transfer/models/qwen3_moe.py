@@ -22,11 +22,11 @@ class Qwen3MoeForCausalLM(DecoderTree):
 
 @registers_architecture("Qwen2MoeForCausalLM")
 class Qwen2MoeForCausalLM(DecoderTree):
-    """Biases of q, k and v; a shared expert beside the routed ones."""
+    """Biases of q, k and v unless the configuration says otherwise; a shared expert beside the routed ones."""
 
     has_experts = True
 
     @classmethod
     def traits(cls, config: ModelConfig) -> Traits:
-        """The same for every model of the family."""
-        return Traits(qkv_bias=True)
+        """Biases are told by a field of this architecture's own."""
+        return Traits(qkv_bias=config.qkv_bias is not False)

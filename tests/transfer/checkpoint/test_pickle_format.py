@@ -78,6 +78,12 @@ def test_b58_pickle_that_would_run_a_command_is_refused_and_runs_nothing(tmp_pat
         pytest.param({"state_dict": {"a": torch.zeros(1)}}, r"'state_dict' \(dict\)", id="a dict inside"),
         pytest.param({3: torch.zeros(1)}, r"3 \(Tensor|3 \(tensor", id="a name that is no text"),
         pytest.param({"a": torch.eye(2).to_sparse()}, "layout torch.sparse_coo", id="a sparse tensor"),
+        pytest.param(
+            {"__metadata__": torch.zeros(1)},
+            r"'__metadata__' \(tensor under a name that no safetensors",
+            id="a reserved name",
+        ),
+        pytest.param({"a\ud800": torch.zeros(1)}, r"'a\\ud800' \(tensor under", id="a name that is no Unicode text"),
         pytest.param([torch.zeros(1)], "holds a list", id="a list"),
         pytest.param(torch.zeros(1), "holds a Tensor", id="one tensor"),
     ],
@@ -85,6 +91,11 @@ def test_b58_pickle_that_would_run_a_command_is_refused_and_runs_nothing(tmp_pat
 def test_pickle_of_anything_but_named_tensors_is_refused(tmp_path: Path, content: object, expected: str) -> None:
     with pytest.raises(CheckpointError, match=expected):
         load_pickle(save(content, tmp_path / "m.bin"))
+
+
+@pytest.mark.parametrize("name", ["", "__metadata", "a/b", "\x00", "权重", " "])
+def test_pickle_may_have_every_name_that_a_file_can_have(tmp_path: Path, name: str) -> None:
+    assert load_pickle(save({name: torch.ones(1)}, tmp_path / "m.bin")).names == (name,)
 
 
 def test_every_stranger_is_listed(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ DENSE: dict[str, object] = {
     "intermediate_size": 4,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
+    "num_key_value_heads": 2,
     "vocab_size": 4,
 }
 WITH_EXPERTS: dict[str, object] = DENSE | {

@@ -71,6 +71,10 @@ _MODELS: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "qwen2": ("Qwen2", {**_SIZES, "tie_word_embeddings": True}),
     "qwen3_moe": ("Qwen3Moe", {**_SIZES, **_EXPERTS, "num_hidden_layers": 3, "head_dim": 4, "mlp_only_layers": [1]}),
     "qwen2_moe": ("Qwen2Moe", {**_SIZES, **_EXPERTS, "shared_expert_intermediate_size": 8}),
+    "qwen2_moe without biases": (
+        "Qwen2Moe",
+        {**_SIZES, **_EXPERTS, "shared_expert_intermediate_size": 8, "qkv_bias": False},
+    ),
 }
 FAMILIES = tuple(_MODELS)
 

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import logging
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightwire.transfer.errors import ConfigError
-from weightwire.transfer.models import Fp8Config, parse_config
+from weightwire.transfer.loading.module_shells import shells_of
+from weightwire.transfer.models import BuildOptions, Fp8Config, ModelConfig, build_model, parse_config
 
 LLAMA: dict[str, object] = {
     "architectures": ["LlamaForCausalLM"],
@@ -31,6 +34,51 @@ def test_config_fills_in_what_the_file_leaves_out() -> None:
     assert config.attention_bias is None
     assert config.experts is None
     assert config.fp8 is None
+
+
+SIZES: dict[str, object] = {key: value for key, value in LLAMA.items() if key != "architectures"} | {
+    "num_attention_heads": 32,
+    "hidden_size": 64,
+}
+# Of each field: where it stands in our values.
+READ: dict[str, Callable[[ModelConfig], object]] = {
+    "num_key_value_heads": lambda config: config.num_kv_heads,
+    "head_dim": lambda config: config.head_dim,
+    "tie_word_embeddings": lambda config: config.tie_word_embeddings,
+    "attention_bias": lambda config: bool(config.attention_bias),
+    "mlp_bias": lambda config: config.mlp_bias,
+    "qkv_bias": lambda config: config.qkv_bias is not False,
+    "num_experts": lambda config: config.experts and config.experts.num_experts,
+    "moe_intermediate_size": lambda config: config.experts and config.experts.intermediate_size,
+    "shared_expert_intermediate_size": lambda config: config.experts and config.experts.shared_intermediate_size,
+    "decoder_sparse_step": lambda config: config.experts and config.experts.sparse_step,
+    "mlp_only_layers": lambda config: config.experts and sorted(config.experts.dense_layers),
+}
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen2Moe", "Qwen3Moe"])
+def test_config_takes_what_is_left_out_for_what_transformers_takes_it(family: str) -> None:
+    transformers = importlib.import_module("transformers")
+    theirs = getattr(transformers, f"{family}Config")(**SIZES)
+    ours = parse_config(SIZES | {"architectures": [f"{family}ForCausalLM"]})
+    declared = {name: read(ours) for name, read in READ.items() if hasattr(theirs, name)}
+    assert declared == {name: getattr(theirs, name) for name in declared}
+    assert {"num_key_value_heads", "tie_word_embeddings"} <= declared.keys()
+
+
+def test_config_takes_a_null_for_no_number_of_its_own() -> None:
+    null = LLAMA | {"architectures": ["MistralForCausalLM"], "num_key_value_heads": None}
+    assert parse_config(null).num_kv_heads == 4
+    assert parse_config(null | {"text_config": {"num_key_value_heads": 2}}).num_kv_heads == 2
+
+
+@pytest.mark.parametrize("told", [True, False, None])
+def test_qkv_bias_of_qwen2_moe_is_what_the_file_says(told: bool | None) -> None:
+    members = LLAMA | EXPERTS | {"architectures": ["Qwen2MoeForCausalLM"], "num_key_value_heads": 2, "qkv_bias": told}
+    tree = build_model(parse_config(members), options=BuildOptions(device="meta"))
+    names = shells_of(tree).keys()
+    assert ("model.layers.0.self_attn.qkv_proj.bias" in names) == (told is not False)
+    assert "model.layers.0.self_attn.o_proj.bias" not in names
 
 
 def test_config_reads_text_as_it_reads_members() -> None:
@@ -93,6 +141,7 @@ def test_b16_flag_of_a_tied_head_is_that_of_the_text_model(caplog: pytest.LogCap
         pytest.param({"num_experts": 4}, "moe_intermediate_size", id="experts without a size"),
         pytest.param(EXPERTS | {"mlp_only_layers": [True]}, "mlp_only_layers", id="a layer that is no number"),
         pytest.param({"attention_bias": 1}, "attention_bias", id="a truth that is a number"),
+        pytest.param({"qkv_bias": "no"}, "qkv_bias", id="a truth that is text"),
         pytest.param({"tie_word_embeddings": "yes"}, "tie_word_embeddings", id="a tie that is text"),
         pytest.param({"text_config": []}, "text_config", id="a text model that is a list"),
         pytest.param({"quantization_config": {"quant_method": "gptq"}}, "quant_method", id="a foreign quantisation"),
@@ -171,6 +220,7 @@ def test_numbers_that_would_never_come_to_an_end_are_refused(field: str) -> None
         "intermediate_size": 8,
         "num_hidden_layers": 1,
         "num_attention_heads": 1,
+        "num_key_value_heads": 1,
         "vocab_size": 8,
     }
     members = {"architectures": ["Qwen3MoeForCausalLM"], **sizes, "moe_intermediate_size": 8, field: 10**9}

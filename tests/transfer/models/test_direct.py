@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,10 +30,14 @@ from weightwire.transfer.errors import (
 from weightwire.transfer.loading.base_loaders import Write, write_all
 from weightwire.transfer.loading.casts import SAME_DTYPE
 from weightwire.transfer.loading.direct import DirectLoad, load_direct
+from weightwire.transfer.loading.landing import Landing, land
+from weightwire.transfer.loading.ledger import exempt_slots
+from weightwire.transfer.loading.loop import load_weights
 from weightwire.transfer.loading.module_shells import shells_of
-from weightwire.transfer.loading.outcomes import Outcome
+from weightwire.transfer.loading.outcomes import NameOutcome, Outcome
 from weightwire.transfer.loading.resolver import NameTables, Resolver
 from weightwire.transfer.loading.slots import SlotId, attach_loader
+from weightwire.transfer.loading.walker import Pair
 from weightwire.transfer.local_tree import TreeLoader, TreeRequest
 from weightwire.transfer.manifest import Topology
 from weightwire.transfer.models import BuildOptions, ParameterTree
@@ -50,6 +54,7 @@ TOPOLOGIES = [
     ("qwen3_moe", Topology(tp=4, pp=3, ep=2)),
     ("qwen3_moe", Topology(tp=4, ep=4)),
     ("qwen2_moe", Topology(tp=2, ep=1)),
+    ("qwen2_moe without biases", Topology(tp=2, ep=2)),
 ]
 
 
@@ -248,7 +253,9 @@ def test_dummy_reads_no_weights_and_leaves_none_uninitialised(saved: SavedBy, tm
     ("topology", "message"),
     [
         pytest.param(
-            Topology(tp=3), r"LlamaForCausalLM, rank 0.*2 key-value heads.* 3$", id="heads that do not divide"
+            Topology(tp=3),
+            r"LlamaForCausalLM, rank 0.*2 key-value heads.* 3, .*--pad-heads",
+            id="heads that do not divide",
         ),
         pytest.param(Topology(pp=3), "pp=3: more stages than the model's 2 layers", id="more stages than layers"),
     ],
@@ -370,6 +377,64 @@ def test_an_opaque_shell_goes_through_its_own_loader(tmp_path: Path) -> None:
     load = direct(module, save_plain(tmp_path))
     assert module.other.view(-1).tolist() == [0, 2, 4, 6, 8, 10]
     assert (load.num_loaded, load.bytes_read) == (2, 20)
+
+
+class _Mirror(torch.nn.Module):
+    """Loads its own, and keeps a copy of one shell in another: a head that is synchronised with an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((2, 3), -1.0).half(), requires_grad=False)
+        self.copy = torch.nn.Parameter(torch.full((3, 2), -1.0).half(), requires_grad=False)
+        exempt_slots(self.copy, "derived")
+
+    def load_weights(self, pairs: Iterable[Pair]) -> Iterator[Landing]:
+        for name, tensor in pairs:
+            outcome = NameOutcome(name=name, outcome=Outcome.PLACED, rule="L91", target=name)
+            yield land(outcome, self.weight, tensor)
+        self.copy.copy_(self.weight.t())
+
+
+@dataclass(frozen=True, slots=True)
+class _Into(_Sorted):
+    """Fills its shell, and then another one from it."""
+
+    other: torch.Tensor
+
+    is_traceable = True
+
+    def load(self, shell: torch.Tensor, tensor: torch.Tensor, slot: SlotId, *, name: str) -> tuple[SlotId, ...]:
+        shell.copy_(tensor)
+        self.other.copy_(shell.t())
+        return (slot,)
+
+
+def _mirrored_by_a_module() -> torch.nn.Module:
+    return torch.nn.ModuleDict({"mirror": _Mirror(), "plain": torch.nn.LayerNorm(4, bias=False).half()})
+
+
+def _mirrored_by_a_loader() -> torch.nn.Module:
+    model, mirror = _mirrored_by_a_module(), torch.nn.Module()
+    mirror.weight, mirror.copy = _Mirror().weight, _Mirror().copy
+    attach_loader(mirror.weight, _Into(mirror.copy))
+    model.register_module("mirror", mirror)
+    return model
+
+
+# L79
+@pytest.mark.parametrize("build", [_mirrored_by_a_module, _mirrored_by_a_loader], ids=["in a module", "in a loader"])
+def test_a_copy_of_a_shell_into_another_is_made_by_every_way(
+    build: Callable[[], torch.nn.Module], tmp_path: Path
+) -> None:
+    tensors = {"mirror.weight": torch.arange(6.0).view(2, 3).half(), "plain.weight": torch.arange(4.0).half()}
+    save_file(tensors, tmp_path / "m.safetensors")
+    by_pairs, from_file = build(), build()
+    load_weights(by_pairs, tensors.items(), central=True)
+    load = direct(from_file, tmp_path, central=True)
+    assert torch.equal(by_pairs.get_parameter("mirror.copy"), tensors["mirror.weight"].t())
+    for name, shell in by_pairs.named_parameters():
+        assert torch.equal(shell, from_file.get_parameter(name))
+    assert load.bytes_read == 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.transfer.models.conftest import Saved, differences, poisoned, ranks, same_bytes, write_folder
+from tests.transfer.models.conftest import FAMILIES, Saved, differences, poisoned, ranks, same_bytes, write_folder
 from weightwire.transfer.errors import NamesError, PlacementError
 from weightwire.transfer.loading.loop import load_weights
 from weightwire.transfer.loading.mappers import WeightsMapper
@@ -187,7 +187,7 @@ def test_both_ways_count_the_same_outcomes(name: str) -> None:
 
 
 # L79, C3
-@pytest.mark.parametrize("family", ["llama", "llama with biases", "llama, tied", "qwen2", "qwen3_moe", "qwen2_moe"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("topology", [Topology(), Topology(tp=2, pp=2), Topology(tp=4, ep=2)], ids=str)
 def test_both_ways_load_what_transformers_saved(family: str, topology: Topology, saved: Callable[[str], Saved]) -> None:
     checkpoint = saved(family)

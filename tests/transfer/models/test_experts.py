@@ -21,6 +21,7 @@ CONFIG: dict[str, object] = {
     "intermediate_size": 4,
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
+    "num_key_value_heads": 2,
     "vocab_size": 2,
     "dtype": "float32",
     "num_experts": EXPERTS,
@@ -104,7 +105,11 @@ def test_layer_over_expert_groups_equals_the_reference() -> None:
     tensors, inputs = expert_part(EXPERTS, INTERMEDIATE, HIDDEN), torch.tensor([[1.0, -2.0, 3.0]])
     total = torch.zeros(EXPERTS, 1, HIDDEN)
     for rank in range(4):
-        model = poisoned(parse_config(CONFIG | {"num_attention_heads": 4, "head_dim": 1}), Topology(tp=4, ep=2), rank)
+        model = poisoned(
+            parse_config(CONFIG | {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 1}),
+            Topology(tp=4, ep=2),
+            rank,
+        )
         model.load_weights({**dense_part(HIDDEN, norms=True), **HEAD_NORMS, **tensors}.items())
         experts = range(2 * (rank // 2), 2 * (rank // 2) + 2)
         total[list(experts)] += product(model, inputs, up_first=False)
@@ -160,7 +165,7 @@ def test_b27_shared_expert_that_is_not_fused_has_shells_of_its_own(shared_first:
 
 @pytest.mark.parametrize("central", [False, True], ids=["by tables", "by a walk"])
 def test_b27_shared_expert_that_the_model_does_not_know_is_an_error(central: bool) -> None:
-    members = {name: value for name, value in WITH_SHARED.items() if name != "shared_expert_intermediate_size"}
+    members = WITH_SHARED | {"shared_expert_intermediate_size": None}
     model = poisoned(parse_config(members), options=BuildOptions(vocab_multiple=2))
     with pytest.raises(NamesError) as caught:
         model.load_weights({**FUSED, **dense_part(HIDDEN, norms=False), **SHARED}.items(), central=central)

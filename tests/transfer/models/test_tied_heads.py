@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.transfer.models.conftest import poisoned
+from weightwire.transfer.checkpoint import Checkpoint
+from weightwire.transfer.control import Control
 from weightwire.transfer.errors import NamesError, SlotsError
+from weightwire.transfer.loading.direct import load_direct
 from weightwire.transfer.loading.loop import load_weights
 from weightwire.transfer.loading.outcomes import Outcome
 from weightwire.transfer.manifest import Topology
@@ -56,6 +62,42 @@ def test_b16_tied_head_with_an_equal_tensor_loads(central: bool) -> None:
     report = model.load_weights(tensors.items(), central=central)
     assert report.counts[Outcome.DROPPED] == 1
     assert model.get_parameter("lm_head.weight").tolist() == [[1.0], [2.0]]
+
+
+# L77
+@pytest.mark.parametrize("hidden", [1, 3000], ids=["small", "larger than what is looked at"])
+@pytest.mark.parametrize(
+    ("change", "is_told"),
+    [
+        pytest.param(lambda table: table, False, id="the embedding"),
+        pytest.param(lambda table: table * 2, True, id="other values"),
+        pytest.param(lambda table: table.bfloat16(), True, id="another dtype"),
+        pytest.param(lambda table: table[:1], True, id="another shape"),
+        pytest.param(None, False, id="no head at all"),
+    ],
+)
+def test_own_head_of_a_tied_model_is_left_out_and_told_if_it_is_another(
+    hidden: int,
+    change: Callable[[torch.Tensor], torch.Tensor] | None,
+    is_told: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    members = TINY | {"tie_word_embeddings": True, "hidden_size": hidden, "head_dim": 1, "num_attention_heads": 1}
+    tensors = {name: tensor for name, tensor in checkpoint(hidden=hidden).items() if "proj" not in name}
+    table = tensors["model.embed_tokens.weight"]
+    if change is not None:
+        tensors["lm_head.weight"] = change(table).contiguous().clone()
+    prefix = "model.layers.0."
+    tensors |= {f"{prefix}self_attn.{part}_proj.weight": torch.ones(1, hidden) for part in "qkv"}
+    tensors |= {f"{prefix}mlp.{part}_proj.weight": torch.ones(1, hidden) for part in ("gate", "up")}
+    tensors |= {f"{prefix}{name}_proj.weight": torch.ones(hidden, 1) for name in ("self_attn.o", "mlp.down")}
+    save_file(tensors, tmp_path / "m.safetensors")
+    model = poisoned(parse_config(members), options=BuildOptions(vocab_multiple=2))
+    with Checkpoint.open(tmp_path) as opened, caplog.at_level(logging.WARNING):
+        load_direct(model, opened, control=Control(deadline_s=60))
+    assert torch.equal(model.get_parameter("lm_head.weight"), table)
+    assert ("'lm_head.weight': is not what 'model.embed_tokens.weight' is" in caplog.text) == is_told
 
 
 @WAYS
