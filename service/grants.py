@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
+from weightwire.service.instances import Instance
 from weightwire.service.matching import Reason
 from weightwire.transfer.manifest import Topology
 from weightwire.transfer.session import RankProgress, Session, TransferState
 from weightwire.transfer.tickets import Ticket
+
+SourceKey: TypeAlias = tuple[str, int]
 
 # Sources compare a ticket's expiry with clocks of their own.
 _CLOCK_SKEW_S = 60.0
@@ -15,7 +20,7 @@ _CLOCK_SKEW_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrantedSource:
-    """A source rank that one target rank may read from, and how much it has read."""
+    """A source rank that target ranks may read from, as it was when the transfer was granted."""
 
     instance_id: str
     epoch: int
@@ -24,16 +29,39 @@ class GrantedSource:
     url: str
     weight_version: int
     manifest_digest: str
-    nbytes_read: int = 0
+
+    @property
+    def key(self) -> SourceKey:
+        return self.instance_id, self.rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrantedInstance:
+    """A source instance, with all of its ranks in their order."""
+
+    topology: Topology
+    ranks: tuple[GrantedSource, ...]
+
+    def in_order_for(self, target_rank: int, topology: Topology) -> list[GrantedSource]:
+        """The ranks as a rank of another topology, or of the same one, should look at them."""
+        twin = target_rank if topology == self.topology else None
+        return sorted(self.ranks, key=lambda source: (source.rank != twin, source.rank))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetRank:
-    """One rank of the target: the process that takes, and where from."""
+    """One rank of the target: the process that takes, and what it has read.
+
+    Attributes:
+        nbytes_read: By id and rank of the source; a source that it has read nothing from is not in it.
+    """
 
     rank: int
     generation: int
-    sources: tuple[GrantedSource, ...]
+    nbytes_read: dict[str, dict[int, int]] = field(default_factory=dict)
+
+    def nbytes_from(self, source: GrantedSource) -> int:
+        return self.nbytes_read.get(source.instance_id, {}).get(source.rank, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +71,8 @@ class Transfer:
     Attributes:
         revision: What the sources hold; None if there is no source and none was asked for.
         ranks: The target's, in order of rank.
+        instances: The sources, best first. Every target rank may read from every rank of them; they are kept once, and
+            tickets are derived from them, so that a transfer does not grow with the product of both.
         sequence: Grows with each change.
         request_digest: Of the request that made it: a repeated request is known by it.
     """
@@ -55,6 +85,7 @@ class Transfer:
     target_instance: str
     target_epoch: int
     ranks: tuple[TargetRank, ...]
+    instances: tuple[GrantedInstance, ...]
     reasons: tuple[Reason, ...]
     created_at: float
     deadline_at: float
@@ -69,8 +100,18 @@ class Transfer:
         return self.session.state
 
     @property
+    def sources(self) -> Iterator[GrantedSource]:
+        """Every source rank once: instance by instance, best first, in order of rank."""
+        return (source for instance in self.instances for source in instance.ranks)
+
+    def sources_of(self, target_rank: int) -> Iterator[GrantedSource]:
+        """What one target rank may read from: instance by instance, its own number first where that is its twin."""
+        for instance in self.instances:
+            yield from instance.in_order_for(target_rank, self.topology)
+
+    @property
     def source_instances(self) -> frozenset[str]:
-        return frozenset(source.instance_id for rank in self.ranks for source in rank.sources)
+        return frozenset(source.instance_id for source in self.sources)
 
     def seconds(self, now: float) -> float:
         """How long it has been running, or ran."""
@@ -119,3 +160,23 @@ class Rate:
 
 def bytes_done(progress: RankProgress) -> int:
     return progress.bytes_peer + progress.bytes_disk
+
+
+def granted_instance(instance: Instance) -> GrantedInstance:
+    """What a transfer keeps of an instance that `choose_sources` took."""
+    ranks = []
+    for _, process in sorted(instance.ranks.items()):
+        assert process.url is not None, "choose_sources takes sources that serve"
+        assert process.publication is not None, "choose_sources takes sources that have published"
+        ranks.append(
+            GrantedSource(
+                instance_id=instance.instance_id,
+                epoch=instance.epoch,
+                rank=process.rank,
+                generation=process.generation,
+                url=process.url,
+                weight_version=process.publication.weight_version,
+                manifest_digest=process.publication.digest,
+            )
+        )
+    return GrantedInstance(topology=instance.topology, ranks=tuple(ranks))

@@ -100,6 +100,7 @@ class Instance:
     def why_no_source(self, now: float) -> str | None:
         """What keeps the instance from serving, in words; None if it can serve."""
         # In order of rank, so that the same state gives the same reason.
+        version: int | None = None
         for rank in range(self.topology.world_size):
             process = self.ranks.get(rank)
             if process is None:
@@ -110,8 +111,10 @@ class Instance:
                 return f"rank {rank} does not serve"
             if process.publication is None:
                 return f"rank {rank} has published nothing"
-        if self.weight_version is None:
-            return "its ranks have published different weight versions"
+            published = process.publication.weight_version
+            if version not in (None, published):
+                return f"weight version is {published} on rank {rank}, {version} on rank 0"
+            version = published
         return None
 
     def process(self, rank: int, *, generation: int | None) -> RankProcess:

@@ -46,10 +46,10 @@ class Choice:
 def choose_sources(instances: Iterable[Instance], want: Want, *, readers: Mapping[str, int], now: float) -> Choice:
     """Choose among the instances of one model.
 
-    A source is live and complete, has the target's topology, and the revision and version that were asked for. Where
-    these are open, the newest weight version wins, then the revision that most instances hold, then the revision
-    that sorts first. The sources are ordered by the bytes that they hold, then by how many share the same manifests,
-    then by running transfers, fewest first, then by id.
+    A source is live and complete, and has the revision and version that were asked for; its topology may be any.
+    Where these are open, the newest weight version wins, then the revision that most instances hold, then the
+    revision that sorts first. Sources of the target's own topology come first, then those that hold more bytes, then
+    those whose manifests more instances share, then those with fewer running transfers, then by id.
 
     Args:
         instances: Candidates; those of other models, and the target itself, are passed over.
@@ -73,7 +73,7 @@ def choose_sources(instances: Iterable[Instance], want: Want, *, readers: Mappin
     # Open questions are settled among those that fit only: a newer version that nobody can serve does not count.
     version, revision = min(holders, key=lambda held: (-held[0], -holders[held], held[1]))
     sources: list[Instance] = []
-    for instance in _ordered(fitting, readers):
+    for instance in _ordered(fitting, want.topology, readers):
         if (instance.weight_version, instance.revision) != (version, revision):
             reasons[instance.instance_id] = (
                 f"holds revision {instance.revision!r} at weight version {instance.weight_version}, "
@@ -89,12 +89,6 @@ def choose_sources(instances: Iterable[Instance], want: Want, *, readers: Mappin
 def _why_not(instance: Instance, want: Want, now: float) -> str | None:
     if (reason := instance.why_no_source(now)) is not None:
         return reason
-    if instance.topology != want.topology:
-        theirs, ours = instance.topology, want.topology
-        return (
-            f"topology is tp={theirs.tp} pp={theirs.pp} ep={theirs.ep}, "
-            f"the target's tp={ours.tp} pp={ours.pp} ep={ours.ep}"
-        )
     if want.revision not in (None, instance.revision):
         return f"revision is {instance.revision!r}, asked for {want.revision!r}"
     if want.weight_version not in (None, instance.weight_version):
@@ -102,11 +96,13 @@ def _why_not(instance: Instance, want: Want, now: float) -> str | None:
     return None
 
 
-def _ordered(instances: list[Instance], readers: Mapping[str, int]) -> list[Instance]:
+def _ordered(instances: list[Instance], topology: Topology, readers: Mapping[str, int]) -> list[Instance]:
     sharing = Counter(instance.digests for instance in instances)
     return sorted(
         instances,
         key=lambda instance: (
+            # Each target rank finds all that it needs on one rank of these, as it lies there.
+            instance.topology != topology,
             -instance.nbytes,
             -sharing[instance.digests],
             # Keeps the holders of one manifest together: a target plans each manifest once.

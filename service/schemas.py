@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from weightwire.service.grants import GrantedSource, Rate, TargetRank, Transfer, bytes_done
+from weightwire.service.grants import GrantedSource, Rate, SourceKey, Transfer, bytes_done
 from weightwire.service.instances import Instance, InstanceState, RankProcess
 from weightwire.service.matching import Reason, Want
 from weightwire.service.plans import DryRun, RankPlan
 from weightwire.service.registry import Announcement, RankClaim, Registration
 from weightwire.service.transfers import SourceBytes, TransferRequest
 from weightwire.transfer.manifest import Manifest, Topology
-from weightwire.transfer.planning import TensorWay, Way
+from weightwire.transfer.plan import TensorWay, Way
 from weightwire.transfer.session import RankProgress, TransferState
 
 
@@ -357,7 +358,8 @@ class RankAnswer(_Answer):
 
 
 class TransferSource(_Answer):
-    target_rank: int
+    """A source rank that every target rank may read from."""
+
     instance_id: str
     epoch: int
     rank: int
@@ -365,7 +367,8 @@ class TransferSource(_Answer):
     url: str
     weight_version: int
     manifest_digest: str
-    bytes: int
+    bytes: int = Field(description="that all target ranks have read from it")
+    bytes_per_target_rank: dict[int, int] = Field(description="of those that have read from it")
 
 
 class TransferAnswer(_Answer):
@@ -415,7 +418,7 @@ class TransferAnswer(_Answer):
             rate_bytes_per_s=rate.bytes_per_s,
             eta_s=rate.eta_s,
             ranks=[_rank_answer(rank, transfer, seconds) for rank in sorted(transfer.session.ranks)],
-            sources=[_transfer_source(rank, source) for rank in transfer.ranks for source in rank.sources],
+            sources=[_transfer_source(transfer, source) for source in transfer.sources],
             reasons=[ReasonAnswer.of(reason) for reason in transfer.reasons],
             error=error_answer(transfer.session.error_code, transfer.session.error_detail),
         )
@@ -429,7 +432,9 @@ class PlanBody(_Request):
     weight_version: Whole | None = None
     topology: TopologyBody = TopologyBody()
     manifest: list[dict[str, object]] | None = Field(
-        default=None, description="of the target ranks to plan for; null plans for the layout of the best source"
+        default=None,
+        description="of the target ranks to plan for; null plans for the layout of the best source, which then has to "
+        "be of this topology",
     )
     exclude_instance: Name | None = None
     max_sources: MaxSources = 8
@@ -454,23 +459,35 @@ class WayCounts(_Answer):
     constant: int = 0
 
 
+class SourceRankName(_Answer):
+    instance_id: str
+    rank: int
+
+
 class TensorAnswer(_Answer):
+    """A tensor of one target rank."""
+
     rank: int
     name: str
     way: Way
     bytes: int
     reason: str
-    source: str | None = Field(description="the preferred instance that holds it; null for the disk")
+    sources: list[SourceRankName] = Field(description="that give some of it, the best holder of each manifest")
 
 
 class PlanSource(_Answer):
+    """A source rank, and what it would send to all target ranks; those that hold one manifest send equal parts."""
+
+    instance_id: str
     rank: int
     manifest_digest: str
-    instance_ids: list[str]
     bytes: int
 
 
 class UncoveredAnswer(_Answer):
+    """Elements that no source gives, and of which it is not known where they lie in the checkpoint."""
+
+    rank: int
     tensor: str
     elements: int
 
@@ -481,7 +498,7 @@ class OpaqueAnswer(_Answer):
 
 
 class PlanAnswer(_Answer):
-    """What a transfer would do. Placements come with the manifests, so nothing is traced, opaque or uncovered here."""
+    """What a transfer would do. Placements come with the manifests, so nothing is traced, or opaque, here."""
 
     revision: str | None
     weight_version: int | None
@@ -491,7 +508,7 @@ class PlanAnswer(_Answer):
     segments: int
     bytes: int
     ways: WayCounts
-    bytes_per_source_rank: dict[int, int]
+    bytes_per_source_rank: dict[int, int] = Field(description="by number of the rank, over all source instances")
     bytes_per_target_rank: dict[int, int]
     uncovered: list[UncoveredAnswer] = []
     opaque: list[OpaqueAnswer] = []
@@ -502,6 +519,7 @@ class PlanAnswer(_Answer):
 
     @classmethod
     def of(cls, plan: DryRun) -> PlanAnswer:
+        sent = plan.source_bytes
         return cls(
             revision=plan.revision,
             weight_version=plan.weight_version,
@@ -515,16 +533,23 @@ class PlanAnswer(_Answer):
                 disk=plan.ways["disk"],
                 constant=plan.ways["constant"],
             ),
-            # Of equal topologies: each rank takes from the same rank of its sources.
-            bytes_per_source_rank={rank.rank: sum(rank.source_bytes.values()) for rank in plan.ranks},
+            bytes_per_source_rank=_by_rank(plan, sent),
             bytes_per_target_rank={rank.rank: rank.nbytes for rank in plan.ranks},
+            uncovered=[
+                UncoveredAnswer(rank=rank.rank, tensor=name, elements=elements)
+                for rank in plan.ranks
+                for name, elements in rank.uncovered.items()
+            ],
             tensors=[_tensor_answer(rank, way) for rank in plan.ranks for way in rank.plan.ways],
             sources=[
                 PlanSource(
-                    rank=rank.rank, manifest_digest=digest, instance_ids=list(rank.holders[digest]), bytes=nbytes
+                    instance_id=source.instance_id,
+                    rank=source.rank,
+                    manifest_digest=source.manifest_digest,
+                    bytes=sent[source.key],
                 )
-                for rank in plan.ranks
-                for digest, nbytes in rank.source_bytes.items()
+                for instance in plan.sources
+                for source in instance.ranks
             ],
             reasons=[ReasonAnswer.of(reason) for reason in plan.reasons],
         )
@@ -579,15 +604,21 @@ def error_answer(code: str | None, detail: str | None) -> ErrorAnswer | None:
 
 
 def _tensor_answer(rank: RankPlan, way: TensorWay) -> TensorAnswer:
-    holders = list(rank.holders.values())
     return TensorAnswer(
         rank=rank.rank,
         name=way.name,
         way=way.way,
         bytes=way.nbytes,
         reason=way.reason,
-        source=None if way.source is None else holders[way.source][0],
+        sources=[SourceRankName(instance_id=name, rank=number) for name, number in rank.sources_of(way)],
     )
+
+
+def _by_rank(plan: DryRun, sent: Mapping[SourceKey, int]) -> dict[int, int]:
+    found = {source.rank: 0 for instance in plan.sources for source in instance.ranks}
+    for (_, rank), nbytes in sent.items():
+        found[rank] += nbytes
+    return dict(sorted(found.items()))
 
 
 def _instance_rank(process: RankProcess, now: float) -> InstanceRank:
@@ -631,9 +662,9 @@ def _rank_answer(rank: int, transfer: Transfer, seconds: float) -> RankAnswer:
     )
 
 
-def _transfer_source(rank: TargetRank, source: GrantedSource) -> TransferSource:
+def _transfer_source(transfer: Transfer, source: GrantedSource) -> TransferSource:
+    read = {rank.rank: nbytes for rank in transfer.ranks if (nbytes := rank.nbytes_from(source))}
     return TransferSource(
-        target_rank=rank.rank,
         instance_id=source.instance_id,
         epoch=source.epoch,
         rank=source.rank,
@@ -641,5 +672,6 @@ def _transfer_source(rank: TargetRank, source: GrantedSource) -> TransferSource:
         url=source.url,
         weight_version=source.weight_version,
         manifest_digest=source.manifest_digest,
-        bytes=source.nbytes_read,
+        bytes=sum(read.values()),
+        bytes_per_target_rank=read,
     )

@@ -91,6 +91,7 @@ KNOWN_VARIABLES = frozenset(
     for name in (
         "CHECKPOINT",
         "DEADLINE_S",
+        "EPOCH",
         "INSTANCE_ID",
         "MAX_READERS",
         "MODEL",

@@ -11,7 +11,7 @@ from pathlib import Path
 from weightwire.service.store import Transaction
 from weightwire.transfer.errors import SettingsError, TransferError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 # Marks the file as ours, so that another program's database is refused and not written to. "wwir" in ASCII.
 _APPLICATION_ID = 0x77776972
 _BUSY_TIMEOUT_S = 2.0

@@ -131,7 +131,7 @@ def _grant(transfer: Transfer, parts: Components) -> GrantAnswer:
                         manifest_digest=source.manifest_digest,
                         ticket=parts.registry.sign(transfer.ticket(target.rank, source)),
                     )
-                    for source in target.sources
+                    for source in transfer.sources_of(target.rank)
                 ],
             )
             for target in transfer.ranks

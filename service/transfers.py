@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
-from weightwire.service.grants import GrantedSource, TargetRank, Transfer
+from weightwire.service.grants import TargetRank, Transfer, granted_instance
 from weightwire.service.instances import Instance
 from weightwire.service.matching import Want, choose_sources
 from weightwire.service.records import Table
@@ -80,7 +80,7 @@ class Transfers:
         self._observers = observers
 
     def create(self, request: TransferRequest, *, idempotency_key: str | None = None) -> tuple[Transfer, bool]:
-        """Grant a transfer: choose the sources, and let each target rank read from them until the deadline.
+        """Grant a transfer: choose the sources, and let each target rank read from all their ranks until the deadline.
 
         Returns:
             The transfer, and False if it is that of an earlier request with the same key.
@@ -155,7 +155,7 @@ class Transfers:
             # What has ended takes no more bytes, or sums would change after they were told.
             if target is None or transfer.state.is_final:
                 return after
-            return _with_source_bytes(after, _read_from(target, sources))
+            return _with_source_bytes(after, target, sources)
 
         return self._change(transfer_id, reported)
 
@@ -204,7 +204,7 @@ class Transfers:
         """Digests of the manifests that running transfers were granted."""
         with self._store.transaction() as transaction:
             running = RUNNING.scan(transaction)
-        return {source.manifest_digest for transfer in running for rank in transfer.ranks for source in rank.sources}
+        return {source.manifest_digest for transfer in running for source in transfer.sources}
 
     def _change(self, transfer_id: str, change: Callable[[Transfer], Transfer]) -> Transfer:
         """Bring a transfer up to date, change it, store it and tell the observers."""
@@ -256,10 +256,8 @@ def _granted(transaction: Transaction, request: TransferRequest, key: str | None
         topology=request.topology,
         target_instance=request.target_instance,
         target_epoch=request.target_epoch,
-        ranks=tuple(
-            TargetRank(rank=rank, generation=generation, sources=_granted_sources(choice.sources, rank))
-            for rank, generation in sorted(request.ranks)
-        ),
+        ranks=tuple(TargetRank(rank=rank, generation=generation) for rank, generation in sorted(request.ranks)),
+        instances=tuple(map(granted_instance, choice.sources)),
         reasons=choice.reasons,
         created_at=now,
         deadline_at=now + request.deadline_s,
@@ -341,26 +339,6 @@ def _check_target(transaction: Transaction, request: TransferRequest, now: float
     return target
 
 
-def _granted_sources(sources: Sequence[Instance], rank: int) -> tuple[GrantedSource, ...]:
-    granted = []
-    for source in sources:
-        process = source.ranks[rank]
-        assert process.url is not None, "choose_sources takes sources that serve"
-        assert process.publication is not None, "choose_sources takes sources that have published"
-        granted.append(
-            GrantedSource(
-                instance_id=source.instance_id,
-                epoch=source.epoch,
-                rank=rank,
-                generation=process.generation,
-                url=process.url,
-                weight_version=process.publication.weight_version,
-                manifest_digest=process.publication.digest,
-            )
-        )
-    return tuple(granted)
-
-
 def _readers(transaction: Transaction, now: float) -> Counter[str]:
     """Running transfers of each source; one whose target has not been heard of any more does not count."""
     live = {instance.instance_id for instance in INSTANCES.scan(transaction) if instance.expires_at > now}
@@ -372,21 +350,19 @@ def _readers(transaction: Transaction, now: float) -> Counter[str]:
     )
 
 
-def _read_from(target: TargetRank, reports: Sequence[SourceBytes]) -> TargetRank:
+def _with_source_bytes(transfer: Transfer, target: TargetRank, reports: Sequence[SourceBytes]) -> Transfer:
+    """The transfer after a target rank has said what it has read from whom; sums only grow."""
     # Refused rather than dropped: sums that leave bytes out would tell another story than what happened.
-    reported = {(report.instance_id, report.rank): report.nbytes for report in reports}
-    granted = {(source.instance_id, source.rank) for source in target.sources}
-    if unknown := sorted(set(reported) - granted):
+    granted = {source.key for source in transfer.sources}
+    if unknown := sorted({(report.instance_id, report.rank) for report in reports} - granted):
         raise RequestError(f"rank {target.rank}: reports bytes of sources {unknown}, which it was not granted")
-    return replace(
-        target,
-        sources=tuple(
-            replace(source, nbytes_read=max(source.nbytes_read, reported.get((source.instance_id, source.rank), 0)))
-            for source in target.sources
-        ),
-    )
-
-
-def _with_source_bytes(transfer: Transfer, target: TargetRank) -> Transfer:
-    ranks = tuple(target if rank.rank == target.rank else rank for rank in transfer.ranks)
-    return transfer if ranks == transfer.ranks else replace(transfer, ranks=ranks, sequence=transfer.sequence + 1)
+    read = {name: dict(ranks) for name, ranks in target.nbytes_read.items()}
+    for report in reports:
+        if report.nbytes:
+            of_instance = read.setdefault(report.instance_id, {})
+            of_instance[report.rank] = max(of_instance.get(report.rank, 0), report.nbytes)
+    if read == target.nbytes_read:
+        return transfer
+    changed = replace(target, nbytes_read=read)
+    ranks = tuple(changed if rank.rank == target.rank else rank for rank in transfer.ranks)
+    return replace(transfer, ranks=ranks, sequence=transfer.sequence + 1)

@@ -74,17 +74,22 @@ class Lease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grant:
-    """A transfer that the service granted to one target rank.
+    """A transfer that the service granted, to one target rank or to several.
 
     Attributes:
-        sources: In order of preference, each with its ticket.
+        ranks: For each target rank all ranks of all source instances, in order of preference, each with its ticket.
         reasons: Why other instances of the model were not taken, by instance.
     """
 
     transfer_id: str
     deadline_at: str
-    sources: tuple[Endpoint, ...]
+    ranks: Mapping[int, tuple[Endpoint, ...]]
     reasons: Mapping[str, str]
+
+    @property
+    def sources(self) -> tuple[Endpoint, ...]:
+        """What all target ranks were granted, rank by rank."""
+        return tuple(source for sources in self.ranks.values() for source in sources)
 
 
 class ServiceClient:
@@ -156,25 +161,41 @@ class ServiceClient:
             ConflictError: If a newer process of this instance is registered.
             ServiceUnreachableError: If the service does not answer.
         """
+        leases = self.register_ranks([binding], model=model, revision=revision, topology=topology, lease_s=lease_s)
+        return leases[binding.rank]
+
+    def register_ranks(
+        self,
+        bindings: Sequence[RankBinding],
+        *,
+        model: str,
+        revision: str | None,
+        topology: Topology,
+        lease_s: float | None = None,
+    ) -> dict[int, Lease]:
+        """Register all ranks that one process speaks for, or renew their leases: all or none.
+
+        Returns:
+            Their leases, by rank.
+
+        Raises:
+            ValueError: If there is no binding, or they are not of one instance and epoch.
+            ConflictError: If a newer process of this instance is registered, or speaks for one of the ranks.
+            ServiceUnreachableError: If the service does not answer.
+        """
+        first = _first_of_one_instance(bindings)
         body = {
             "model": model,
             "revision": revision or None,
-            "epoch": binding.instance_epoch,
-            "topology": {"tp": topology.tp, "pp": topology.pp, "ep": topology.ep},
-            "ranks": [{"rank": binding.rank, "generation": binding.generation, "url": binding.url}],
+            "epoch": first.instance_epoch,
+            "topology": _sizes(topology),
+            "ranks": [
+                {"rank": binding.rank, "generation": binding.generation, "url": binding.url} for binding in bindings
+            ],
             "lease_s": lease_s,
         }
-        answer = self._call("PUT", f"/v1/instances/{_segment(binding.instance_id)}", body)
-        rank = next(rank for rank in _items(answer, "ranks") if rank["rank"] == binding.rank)
-        published = cast("Json | None", rank.get("published"))
-        return Lease(
-            lease_s=float(cast(float, answer["lease_s"])),
-            access=Access(
-                ticket_key=_base64url(str(rank["ticket_key"])),
-                read_token_sha256=frozenset(map(str, cast("list[object]", answer["read_token_sha256"]))),
-            ),
-            published=None if published is None else str(published["manifest_digest"]),
-        )
+        answer = self._call("PUT", f"/v1/instances/{_segment(first.instance_id)}", body)
+        return {int(cast(int, rank["rank"])): _lease(answer, rank) for rank in _items(answer, "ranks")}
 
     def leave(self, binding: RankBinding) -> None:
         """Take one rank out of the matching at once; no error if it is not known."""
@@ -222,45 +243,80 @@ class ServiceClient:
 
     # -- transfers -------------------------------------------------------------------------------------------
 
-    def plan(self, model: str, *, revision: str | None = None, manifests: Sequence[Manifest] = ()) -> Json:
-        """A dry run: what would move if a target asked now."""
-        targets = [json.loads(manifest.text) for manifest in manifests] or None
-        return self._call("POST", "/v1/plans", {"model": model, "revision": revision, "manifest": targets})
+    def plan(
+        self,
+        model: str,
+        *,
+        revision: str | None = None,
+        topology: Topology | None = None,
+        manifests: Sequence[Manifest] = (),
+    ) -> Json:
+        """A dry run: what would move if a target asked now.
+
+        Args:
+            topology: Of the target; by default that of the manifests, or one rank.
+            manifests: Of the target ranks to plan for; without any, for the layout of a source of that topology.
+
+        Raises:
+            NotFoundError: If there is neither a source nor a manifest.
+            RequestError: If there is no manifest, and the best source has another topology.
+            ManifestMismatchError: If a source and a target cannot be of one model.
+        """
+        if topology is None:
+            topology = manifests[0].topology if manifests else Topology()
+        body = {
+            "model": model,
+            "revision": revision or None,
+            "topology": _sizes(topology),
+            "manifest": [json.loads(manifest.text) for manifest in manifests] or None,
+        }
+        return self._call("POST", "/v1/plans", body)
 
     def create_transfer(
         self,
-        binding: RankBinding,
+        bindings: RankBinding | Sequence[RankBinding],
         *,
         model: str,
         revision: str | None,
+        topology: Topology | None = None,
         weight_version: int | None = None,
         deadline_s: float,
         idempotency_key: str | None = None,
     ) -> Grant:
-        """Ask for a transfer into a registered rank.
+        """Ask for one transfer into registered ranks of one instance: it is ready when all of them are.
+
+        Args:
+            bindings: One, or one for each rank that takes.
+            topology: Of the target, as registered; one rank by default. Sources may have another one.
 
         Raises:
+            ValueError: If there is no binding, or they are not of one instance and epoch.
             NotFoundError: If the target is not registered.
-            ConflictError: If the idempotency key was used for another request.
+            ConflictError: If it is registered as something else, or the idempotency key was used for another request.
         """
+        targets = (bindings,) if isinstance(bindings, RankBinding) else tuple(bindings)
+        first = _first_of_one_instance(targets)
         body = {
             "model": model,
             "revision": revision or None,
             "weight_version": weight_version,
             "target": {
-                "instance_id": binding.instance_id,
-                "epoch": binding.instance_epoch,
-                "ranks": [{"rank": binding.rank, "generation": binding.generation}],
+                "instance_id": first.instance_id,
+                "epoch": first.instance_epoch,
+                "ranks": [{"rank": target.rank, "generation": target.generation} for target in targets],
             },
+            "topology": _sizes(topology or Topology()),
             "deadline_s": deadline_s,
         }
         headers = {"Idempotency-Key": idempotency_key} if idempotency_key else {}
         answer = self._call("POST", "/v1/transfers", body, headers=headers)
-        rank = next(rank for rank in _items(answer, "ranks") if rank["rank"] == binding.rank)
+        granted = {rank["rank"]: _items(rank, "sources") for rank in _items(answer, "ranks")}
         return Grant(
             transfer_id=str(answer["transfer_id"]),
             deadline_at=str(answer["deadline_at"]),
-            sources=tuple(_endpoint(source, binding) for source in _items(rank, "sources")),
+            ranks={
+                target.rank: tuple(_endpoint(source, target) for source in granted[target.rank]) for target in targets
+            },
             reasons={str(item["instance_id"]): str(item["reason"]) for item in _items(answer, "reasons")},
         )
 
@@ -371,6 +427,30 @@ class ServiceClient:
             ) from error
         except ValueError as error:
             raise TransferError(f"service {self.url}: answered with something else than JSON: {error}") from error
+
+
+def _first_of_one_instance(bindings: Sequence[RankBinding]) -> RankBinding:
+    """The first of the bindings, which all have to speak of one instance and epoch."""
+    named = sorted({(binding.instance_id, binding.instance_epoch) for binding in bindings})
+    if len(named) != 1:
+        raise ValueError(f"bindings: speak of the instances and epochs {named}, expected exactly one")
+    return bindings[0]
+
+
+def _sizes(topology: Topology) -> Json:
+    return {"tp": topology.tp, "pp": topology.pp, "ep": topology.ep}
+
+
+def _lease(answer: Json, rank: Json) -> Lease:
+    published = cast("Json | None", rank.get("published"))
+    return Lease(
+        lease_s=float(cast(float, answer["lease_s"])),
+        access=Access(
+            ticket_key=_base64url(str(rank["ticket_key"])),
+            read_token_sha256=frozenset(map(str, cast("list[object]", answer["read_token_sha256"]))),
+        ),
+        published=None if published is None else str(published["manifest_digest"]),
+    )
 
 
 def _endpoint(source: Json, target: RankBinding) -> Endpoint:

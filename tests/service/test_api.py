@@ -15,6 +15,7 @@ import pytest
 from tests.service.conftest import MODEL, Api, Clock, MakeApi, make_manifest, progress, registration, transfer_request
 from weightwire.service.store import MemoryStore, Transaction
 from weightwire.transfer.errors import AdmissionError
+from weightwire.transfer.manifest import Topology
 from weightwire.transfer.tickets import read_ticket
 from weightwire.transfer.wire.framing import PROTOCOL
 
@@ -451,6 +452,30 @@ def test_grant_is_repeated_for_the_same_key(api: Api) -> None:
     assert first.headers["location"] == again.headers["location"]
 
 
+def test_grant_across_topologies_shows_each_source_rank_once(api: Api) -> None:
+    sizes = {"tp": 2}
+    claims = [{"rank": rank, "generation": 1, "url": "http://127.0.0.1:7000"} for rank in (0, 1)]
+    api.register("s1", topology=sizes, ranks=claims).raise_for_status()
+    for rank in (0, 1):
+        api.publish(make_manifest(topology=Topology(tp=2), rank=rank)).raise_for_status()
+    targets = [{"rank": rank, "generation": 1} for rank in (0, 1, 2)]
+    api.register("t1", topology={"tp": 3}, ranks=[{**rank, "url": None} for rank in targets]).raise_for_status()
+    target = {"instance_id": "t1", "epoch": 1, "ranks": targets}
+    grant = api("POST", "/v1/transfers", body=transfer_request(target=target, topology={"tp": 3})).json()
+    assert [[source["rank"] for source in rank["sources"]] for rank in grant["ranks"]] == [[0, 1]] * 3
+    assert len({source["ticket"] for rank in grant["ranks"] for source in rank["sources"]}) == 6
+    path = f"/v1/transfers/{grant['transfer_id']}"
+    for rank, nbytes in ((0, 8), (2, 16)):
+        report = progress(peer=nbytes, sources=[{"instance_id": "s1", "rank": 1, "bytes": nbytes}])
+        api("POST", f"{path}/ranks/{rank}/progress", body=report).raise_for_status()
+    transfer = api("GET", path).json()
+    assert [rank["bytes_peer"] for rank in transfer["ranks"]] == [8, 0, 16]
+    assert [(source["rank"], source["bytes"], source["bytes_per_target_rank"]) for source in transfer["sources"]] == [
+        (0, 0, {}),
+        (1, 24, {"0": 8, "2": 16}),
+    ]
+
+
 @pytest.mark.parametrize("deadline_s", [0, 0.5, 86401, -1])
 def test_grant_bounds_the_deadline(api: Api, deadline_s: float) -> None:
     assert code(api.grant(deadline_s=deadline_s)) == "request_invalid"
@@ -469,6 +494,7 @@ def test_progress_shows_in_the_transfer(api: Api, clock: Clock) -> None:
     assert (transfer["seconds"], transfer["rate_bytes_per_s"], transfer["eta_s"]) == (4, 4, 4)
     assert transfer["ranks"][0]["rate_bytes_per_s"] == 4
     assert [(source["instance_id"], source["bytes"]) for source in transfer["sources"]] == [("s1", 8)]
+    assert transfer["sources"][0]["bytes_per_target_rank"] == {"0": 8}
     assert (transfer["target_instance_id"], transfer["ended_at"], transfer["error"]) == ("t1", None, None)
     assert api("GET", "/v1/transfers?limit=1").json() == [transfer]
 
@@ -497,10 +523,12 @@ def test_plan_without_a_target_is_that_of_the_source(api: Api) -> None:
     assert plan["ways"] == {"identical": 2, "reshard": 0, "disk": 0, "constant": 0}
     assert (plan["bytes"], plan["copies"], plan["segments"]) == (32, 1, 1)
     assert (plan["bytes_per_source_rank"], plan["bytes_per_target_rank"]) == ({"0": 32}, {"0": 32})
-    assert [(tensor["name"], tensor["way"], tensor["source"]) for tensor in plan["tensors"]] == [
-        ("a", "identical", "s1"),
-        ("b", "identical", "s1"),
+    assert [(tensor["name"], tensor["way"], tensor["sources"]) for tensor in plan["tensors"]] == [
+        ("a", "identical", [{"instance_id": "s1", "rank": 0}]),
+        ("b", "identical", [{"instance_id": "s1", "rank": 0}]),
     ]
+    [source] = plan["sources"]
+    assert (source["instance_id"], source["rank"], source["bytes"]) == ("s1", 0, 32)
     assert (plan["uncovered"], plan["opaque"], plan["error"]) == ([], [], None)
     assert api("GET", "/v1/transfers").json() == [], "nothing was granted"
 
@@ -510,12 +538,21 @@ def test_plan_names_what_has_to_come_from_disk(api: Api) -> None:
     api.publish(make_manifest(names=("a",))).raise_for_status()
     target = json.loads(make_manifest(names=("a", "b")).text)
     plan = api("POST", "/v1/plans", body={"model": MODEL, "manifest": [target]}).json()
-    assert [(tensor["name"], tensor["way"], tensor["bytes"], tensor["source"]) for tensor in plan["tensors"]] == [
-        ("a", "identical", 16, "s1"),
-        ("b", "disk", 16, None),
-    ]
+    tensors = [(tensor["name"], tensor["way"], tensor["bytes"], tensor["sources"]) for tensor in plan["tensors"]]
+    assert tensors == [("a", "identical", 16, [{"instance_id": "s1", "rank": 0}]), ("b", "disk", 16, [])]
     assert plan["tensors"][1]["reason"]
     assert (plan["bytes_per_source_rank"], plan["bytes_per_target_rank"]) == ({"0": 16}, {"0": 32})
+
+
+def test_plan_for_another_topology_needs_its_manifests(api: Api) -> None:
+    register_source(api)
+    refused = api("POST", "/v1/plans", body={"model": MODEL, "topology": {"tp": 2}})
+    assert (refused.status_code, code(refused), refused.json()["instance_id"]) == (422, "request_invalid", "s1")
+    targets = [json.loads(make_manifest(topology=Topology(tp=2), rank=rank).text) for rank in (0, 1)]
+    plan = api("POST", "/v1/plans", body={"model": MODEL, "topology": {"tp": 2}, "manifest": targets}).json()
+    assert [source["instance_id"] for source in plan["sources"]] == ["s1"]
+    assert plan["bytes_per_target_rank"] == {"0": 32, "1": 32}
+    assert {uncovered["rank"] for uncovered in plan["uncovered"]} <= {0, 1}
 
 
 def test_openapi_describes_errors_and_large_bodies(api: Api) -> None:

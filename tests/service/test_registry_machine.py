@@ -117,17 +117,18 @@ class Histories(RuleBasedStateMachine):
     def restart_without_grace(self) -> None:
         self.fleet = Fleet(self.store, self.clock)
 
-    @rule(version=st.none() | st.integers(0, 2))
-    def ask_for_a_transfer(self, version: int | None) -> None:
-        self.fleet.register("target", url=None, topology=TP2, revision=None, generation=1)
+    @rule(version=st.none() | st.integers(0, 2), tp=st.integers(1, 3))
+    def ask_for_a_transfer(self, version: int | None, tp: int) -> None:
+        target, topology = f"target of {tp}", Topology(tp=tp)
+        self.fleet.register(target, url=None, topology=topology, revision=None, generation=1)
         request = TransferRequest(
             model=MODEL,
             revision=None,
             weight_version=version,
-            target_instance="target",
+            target_instance=target,
             target_epoch=1,
             ranks=((0, 1),),
-            topology=TP2,
+            topology=topology,
             deadline_s=20.0,
             max_sources=8,
         )
@@ -137,7 +138,10 @@ class Histories(RuleBasedStateMachine):
         wanted = max((v for v in served.values() if v is not None and version in (None, v)), default=None)
         expected = {name for name, held in served.items() if held is not None and held == wanted}
         assert transfer.source_instances == expected
-        for source in transfer.ranks[0].sources:
+        assert sorted(source.key for source in transfer.sources_of(0)) == [
+            (name, r) for name in sorted(expected) for r in (0, 1)
+        ]
+        for source in transfer.sources_of(0):
             process = self.known[source.instance_id].ranks[source.rank]
             assert (source.generation, source.weight_version) == (process.generation, wanted)
             text = self.fleet.registry.sign(transfer.ticket(0, source))

@@ -25,7 +25,7 @@ from weightwire.service import plans
 from weightwire.service.server import Server, bind_socket, running_service
 from weightwire.service.settings import Settings
 from weightwire.transfer.errors import NotFoundError, SettingsError
-from weightwire.transfer.planning import Plan
+from weightwire.transfer.plan import Plan
 
 PATIENT = httpx.Timeout(30)
 SERVE = """

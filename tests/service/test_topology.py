@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from weightwire.service.cli.topology import build_options, check_unused, chosen_ranks, chosen_topology
+from weightwire.service.cli.topology import (
+    build_options,
+    check_can_be_found,
+    check_unused,
+    chosen_epoch,
+    chosen_ranks,
+    chosen_topology,
+)
 from weightwire.transfer.errors import CheckpointError, SettingsError
 from weightwire.transfer.manifest import Topology
 from weightwire.transfer.models import BuildOptions
@@ -119,3 +126,24 @@ def test_numbers_of_thousands_of_digits_are_refused() -> None:
         chosen_topology(tp=10**4000, pp=10**4000, ep=None)
     with pytest.raises(SettingsError, match="--vocab-multiple"):
         build_options(vocab_multiple=10**4000, pad_heads=False, expert_map=None)
+
+
+@pytest.mark.parametrize(
+    ("epoch", "ranks", "expected"),
+    [
+        pytest.param(None, range(4), None, id="all ranks: that of the process"),
+        pytest.param(None, range(1, 2), 1, id="one of several: a number that all can know"),
+        pytest.param(7, range(4), 7, id="as it is told, for all ranks"),
+        pytest.param(0, range(3, 4), 0, id="as it is told, for one"),
+    ],
+)
+def test_epoch_is_common_to_the_processes_of_an_instance(epoch: int | None, ranks: range, expected: int | None) -> None:
+    assert chosen_epoch(epoch, ranks=ranks, topology=Topology(tp=2, pp=2)) == expected
+
+
+def test_rank_of_several_needs_a_name_that_the_others_know() -> None:
+    with pytest.raises(SettingsError, match=r"^--rank 2: the other 3 ranks .* expected --instance-id"):
+        check_can_be_found(None, ranks=range(2, 3), topology=Topology(tp=4))
+    check_can_be_found("x", ranks=range(2, 3), topology=Topology(tp=4))
+    check_can_be_found(None, ranks=range(4), topology=Topology(tp=4))
+    check_can_be_found(None, ranks=range(1), topology=Topology())

@@ -44,7 +44,12 @@ def receiving(peer: int = 0, disk: int = 0, *, total: int = 32, state: str = "re
     return RankProgress(state=TransferState(state), bytes_total=total, bytes_peer=peer, bytes_disk=disk)
 
 
-def test_create_grants_each_target_rank_the_same_rank_of_each_source(fleet: Fleet) -> None:
+def granted(transfer: Transfer, rank: int) -> list[tuple[str, int]]:
+    """The sources of a target rank, in order, by instance and rank."""
+    return [source.key for source in transfer.sources_of(rank)]
+
+
+def test_create_grants_each_target_rank_every_rank_of_each_source(fleet: Fleet) -> None:
     fleet.source("s1", topology=TP2)
     fleet.source("s2", topology=TP2)
     fleet.register("t", url=None, topology=TP2)
@@ -52,14 +57,53 @@ def test_create_grants_each_target_rank_the_same_rank_of_each_source(fleet: Flee
     assert is_new
     assert transfer.state is TransferState.PLANNED
     assert [rank.rank for rank in transfer.ranks] == [0, 1]
-    for rank in transfer.ranks:
-        assert [(source.instance_id, source.rank) for source in rank.sources] == [("s1", rank.rank), ("s2", rank.rank)]
+    assert granted(transfer, 0) == [("s1", 0), ("s1", 1), ("s2", 0), ("s2", 1)]
+    assert granted(transfer, 1) == [("s1", 1), ("s1", 0), ("s2", 1), ("s2", 0)]
+
+
+def test_create_grants_across_topologies(fleet: Fleet) -> None:
+    fleet.source("same", topology=TP2)
+    fleet.source("other", topology=Topology(tp=3), names=tuple("abcdefgh"))
+    fleet.source("one")
+    fleet.register("t", url=None, topology=TP2)
+    transfer, _ = fleet.transfers.create(TP2_REQUEST)
+    others = [("other", 0), ("other", 1), ("other", 2), ("one", 0)]
+    assert granted(transfer, 0) == [("same", 0), ("same", 1), *others]
+    assert granted(transfer, 1) == [("same", 1), ("same", 0), *others]
+    assert transfer.reasons == ()
+
+
+@pytest.mark.parametrize(
+    ("sources", "target"),
+    [
+        pytest.param(Topology(tp=3), Topology(), id="three ranks for one"),
+        pytest.param(Topology(), Topology(tp=2, pp=2), id="one rank for four"),
+        pytest.param(Topology(tp=4, ep=4), Topology(tp=2, pp=2), id="four ranks for four others"),
+        pytest.param(Topology(tp=4), Topology(tp=4, ep=2), id="the same but for the experts"),
+    ],
+)
+def test_ranks_of_another_topology_come_in_order(fleet: Fleet, sources: Topology, target: Topology) -> None:
+    fleet.source("s", topology=sources)
+    fleet.register("t", url=None, topology=target)
+    ranks = tuple((rank, 1) for rank in range(target.world_size))
+    transfer, _ = fleet.transfers.create(replace(REQUEST, topology=target, ranks=ranks))
+    expected = [("s", rank) for rank in range(sources.world_size)]
+    assert [granted(transfer, rank) for rank, _ in ranks] == [expected] * target.world_size
+
+
+def test_create_takes_no_source_that_lacks_a_rank_and_names_it(fleet: Fleet) -> None:
+    fleet.register("s", topology=Topology(tp=3), ranks=(0, 2))
+    for rank in (0, 2):
+        fleet.publish("s", rank)
+    transfer = grant(fleet)
+    assert granted(transfer, 0) == []
+    assert [reason.reason for reason in transfer.reasons] == ["rank 1 has not registered"]
 
 
 def test_create_without_sources_says_why(fleet: Fleet) -> None:
     fleet.register("s")
     transfer = grant(fleet)
-    assert transfer.ranks[0].sources == ()
+    assert granted(transfer, 0) == []
     assert [(reason.instance_id, reason.reason) for reason in transfer.reasons] == [
         ("s", "rank 0 has published nothing"),
     ]
@@ -204,7 +248,7 @@ def test_tickets_open_their_source_and_no_other(fleet: Fleet, clock: Clock) -> N
         for rank in (0, 1)
     }
     for target in transfer.ranks:
-        for source in target.sources:
+        for source in transfer.sources_of(target.rank):
             text = fleet.registry.sign(transfer.ticket(target.rank, source))
             ticket = read_ticket(keys[source.instance_id, source.rank], text, now=clock())
             assert (ticket.transfer_id, ticket.target_instance, ticket.target_rank) == (
@@ -227,7 +271,7 @@ def test_tickets_open_their_source_and_no_other(fleet: Fleet, clock: Clock) -> N
 def test_ticket_of_a_replaced_source_process_does_not_open_its_successor(fleet: Fleet, clock: Clock) -> None:
     fleet.source("s")
     transfer = grant(fleet)
-    text = fleet.registry.sign(transfer.ticket(0, transfer.ranks[0].sources[0]))
+    text = fleet.registry.sign(transfer.ticket(0, *transfer.sources))
     successor = fleet.register("s", generation=2).ranks[0]
     with pytest.raises(TicketError):
         read_ticket(fleet.registry.source_key("s", successor), text, now=clock())
@@ -237,7 +281,7 @@ def test_b35_two_targets_at_once_get_tickets_of_their_own(fleet: Fleet, clock: C
     fleet.source("s")
     transfers = [grant(fleet, target) for target in ("t1", "t2")]
     key = fleet.registry.source_key("s", fleet.registry.instance("s").ranks[0])
-    texts = {fleet.registry.sign(transfer.ticket(0, transfer.ranks[0].sources[0])) for transfer in transfers}
+    texts = {fleet.registry.sign(transfer.ticket(0, *transfer.sources)) for transfer in transfers}
     tickets = [read_ticket(key, text, now=clock()) for text in texts]
     assert {(ticket.transfer_id, ticket.target_instance) for ticket in tickets} == {
         (transfers[0].transfer_id, "t1"),
@@ -267,6 +311,107 @@ def test_transfer_is_ready_when_all_its_ranks_are(fleet: Fleet) -> None:
         return fleet.transfers.report(transfer.transfer_id, rank, receiving(state="ready"), generation=1).state
 
     assert [report(0), report(1)] == ["planned", "ready"]
+
+
+def test_progress_is_kept_for_each_rank(fleet: Fleet) -> None:
+    fleet.source("s", topology=Topology(tp=3))
+    fleet.register("t", url=None, topology=TP2)
+    transfer_id = fleet.transfers.create(TP2_REQUEST)[0].transfer_id
+    for rank, peer, source_rank in ((0, 8, 1), (1, 12, 1), (1, 16, 2)):
+        sources = [SourceBytes(instance_id="s", rank=source_rank, nbytes=peer)]
+        fleet.transfers.report(transfer_id, rank, receiving(peer), generation=1, sources=sources)
+    transfer = fleet.transfers.get(transfer_id)
+    assert [transfer.session.ranks[rank].bytes_peer for rank in (0, 1)] == [8, 16]
+    assert [rank.nbytes_read for rank in transfer.ranks] == [{"s": {1: 8}}, {"s": {1: 12, 2: 16}}]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_failure_of_one_rank_is_told_to_the_others(fleet: Fleet, failing: int) -> None:
+    fleet.register("t", url=None, topology=TP2)
+    transfer_id = fleet.transfers.create(TP2_REQUEST)[0].transfer_id
+    other = 1 - failing
+    assert fleet.transfers.report(transfer_id, other, receiving(8), generation=1).session.error_code is None
+    failed = RankProgress(state=TransferState.FAILED, error_code="integrity_failed", error_detail=f"rank {failing}")
+    fleet.transfers.report(transfer_id, failing, failed, generation=1)
+    told = fleet.transfers.report(transfer_id, other, receiving(32, state="ready"), generation=1).session
+    assert (told.state, told.error_code, told.error_detail) == ("failed", "integrity_failed", f"rank {failing}")
+    assert told.ranks[other].bytes_peer == 8, "what has ended takes no more bytes"
+
+
+def test_rank_that_is_ready_does_not_save_a_transfer_whose_other_rank_fails(fleet: Fleet) -> None:
+    fleet.register("t", url=None, topology=TP2)
+    transfer_id = fleet.transfers.create(TP2_REQUEST)[0].transfer_id
+    fleet.transfers.report(transfer_id, 0, receiving(32, state="ready"), generation=1)
+    failed = RankProgress(state=TransferState.FAILED, error_code="integrity_failed", error_detail="rank 1")
+    session = fleet.transfers.report(transfer_id, 1, failed, generation=1).session
+    assert (session.state, session.ranks[0].state) == ("failed", "ready")
+
+
+def test_transfer_is_cancelled_when_one_of_its_processes_is_replaced(fleet: Fleet) -> None:
+    fleet.register("t", url=None, topology=TP2)
+    transfer_id = fleet.transfers.create(TP2_REQUEST)[0].transfer_id
+    fleet.transfers.report(transfer_id, 0, receiving(8), generation=1)
+    fleet.register("t", url=None, topology=TP2, ranks=(1,), generation=2)
+    told = fleet.transfers.report(transfer_id, 0, receiving(16), generation=1).session
+    assert (told.state, told.error_code) == ("cancelled", "cancelled")
+    assert "rank 1 of target 't' left, or was replaced" in str(told.error_detail)
+    with pytest.raises(ConflictError, match="generation 2, granted to 1"):
+        fleet.transfers.report(transfer_id, 1, receiving(16), generation=2)
+
+
+def test_transfer_to_some_ranks_does_not_wait_for_the_others(fleet: Fleet) -> None:
+    fleet.source("s")
+    fleet.register("t", url=None, topology=TP2)
+    transfer, _ = fleet.transfers.create(replace(TP2_REQUEST, ranks=((1, 1),)))
+    fleet.register("t", url=None, topology=TP2, ranks=(0,), generation=2)
+    ready = fleet.transfers.report(transfer.transfer_id, 1, receiving(32, state="ready"), generation=1)
+    assert ready.state is TransferState.READY
+
+
+def test_restart_of_one_source_rank_fences_its_tickets_alone(fleet: Fleet, clock: Clock) -> None:
+    fleet.source("s", topology=Topology(tp=3))
+    fleet.register("t", url=None, topology=TP2)
+    transfer, _ = fleet.transfers.create(TP2_REQUEST)
+    tickets = {
+        (target.rank, source.rank): fleet.registry.sign(transfer.ticket(target.rank, source))
+        for target in transfer.ranks
+        for source in transfer.sources_of(target.rank)
+    }
+    restarted = fleet.register("s", topology=Topology(tp=3), ranks=(1,), generation=2)
+    for (target_rank, source_rank), text in tickets.items():
+        key = fleet.registry.source_key("s", restarted.ranks[source_rank])
+        if source_rank == 1:
+            with pytest.raises(TicketError):
+                read_ticket(key, text, now=clock())
+        else:
+            ticket = read_ticket(key, text, now=clock())
+            assert (ticket.source_rank, ticket.source_generation, ticket.target_rank) == (source_rank, 1, target_rank)
+    # It goes on, and what was read from the process before counts.
+    sources = [SourceBytes(instance_id="s", rank=rank, nbytes=8) for rank in range(3)]
+    told = fleet.transfers.report(transfer.transfer_id, 0, receiving(24), generation=1, sources=sources)
+    assert not told.state.is_final
+    assert told.ranks[0].nbytes_read == {"s": {0: 8, 1: 8, 2: 8}}
+    again, _ = fleet.transfers.create(TP2_REQUEST)
+    assert [reason.reason for reason in again.reasons] == ["rank 1 has published nothing"]
+
+
+def test_stored_transfer_does_not_grow_with_the_product_of_ranks(clock: Clock) -> None:
+    """Sources are kept once, and tickets derived from them."""
+
+    def stored_bytes(target: Topology) -> int:
+        store = MemoryStore()
+        fleet = Fleet(store, clock)
+        for name in ("s1", "s2"):
+            fleet.source(name, topology=Topology(tp=8))
+        fleet.register("t", url=None, topology=target)
+        ranks = tuple((rank, 1) for rank in range(target.world_size))
+        fleet.transfers.create(replace(REQUEST, topology=target, ranks=ranks))
+        with store.transaction() as transaction:
+            [(_, value)] = transaction.scan("transfer")
+        return len(value)
+
+    few, many = stored_bytes(Topology()), stored_bytes(Topology(tp=16))
+    assert many - few < few, "15 more target ranks of 16 sources each"
 
 
 def test_failure_of_a_rank_fails_the_transfer_with_its_error(fleet: Fleet) -> None:
@@ -326,7 +471,7 @@ def test_b60_bytes_of_each_source_are_counted_once(fleet: Fleet) -> None:
     def report(*nbytes: int) -> list[int]:
         sources = [SourceBytes(instance_id=f"s{n}", rank=0, nbytes=read) for n, read in enumerate(nbytes, 1)]
         after = fleet.transfers.report(transfer_id, 0, receiving(sum(nbytes)), generation=1, sources=sources)
-        return [source.nbytes_read for source in after.ranks[0].sources]
+        return [after.ranks[0].nbytes_from(source) for source in after.sources]
 
     assert [report(8, 0), report(8, 0), report(16, 8), report(8, 8)] == [[8, 0], [8, 0], [16, 8], [16, 8]]
 
@@ -400,7 +545,7 @@ def test_transfer_goes_on_when_its_source_is_gone(fleet: Fleet) -> None:
     told = fleet.transfers.report(
         transfer.transfer_id, 0, receiving(8), generation=1, sources=[SourceBytes(instance_id="s", rank=0, nbytes=8)]
     )
-    assert told.ranks[0].sources[0].nbytes_read == 8
+    assert told.ranks[0].nbytes_read == {"s": {0: 8}}
 
 
 def test_transfers_go_on_in_another_service_over_the_same_store(clock: Clock) -> None:
@@ -411,7 +556,7 @@ def test_transfers_go_on_in_another_service_over_the_same_store(clock: Clock) ->
     before.transfers.report(transfer.transfer_id, 0, receiving(8), generation=1)
     assert after.transfers.get(transfer.transfer_id).session.ranks[0].bytes_peer == 8
     assert after.transfers.report(transfer.transfer_id, 0, receiving(32, state="ready"), generation=1).state == "ready"
-    source = transfer.ranks[0].sources[0]
+    [source] = transfer.sources
     assert after.registry.sign(transfer.ticket(0, source)) == before.registry.sign(transfer.ticket(0, source))
 
 
