@@ -43,6 +43,8 @@ target = {"instance_id": me, "epoch": born, "ranks": [rank]}
 grant = json.loads(call("POST", "/v1/transfers", {"model": model, "target": target}))
 source = grant["ranks"][0]["sources"][0]
 manifest = json.loads(call("GET", f"/v1/manifests/{source['manifest_digest']}"))
+if manifest["topology"]["tp"] * manifest["topology"]["pp"] > 1:
+    sys.exit(f"{source['instance_id']}: each of its ranks has a part of the model, which takes more than this to join")
 bases = [0, *itertools.accumulate(manifest["storages"])]
 connection = http.client.HTTPConnection(urlsplit(source["url"]).netloc, timeout=10)
 question = {key: source[key] for key in ("generation", "weight_version")} | {

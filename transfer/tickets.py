@@ -64,6 +64,21 @@ def read_ticket(source_key: bytes, text: str, *, now: float) -> Ticket:
     return ticket
 
 
+def claimed_rank(text: str) -> int | None:
+    """The source rank that a ticket speaks of, unverified: good for choosing the key that it is checked with.
+
+    Returns:
+        None if the text is no ticket.
+    """
+    try:
+        claims = json.loads(_decode(text.partition(".")[0]))
+    except (ValueError, RecursionError):
+        return None
+    rank = claims.get("source_rank") if isinstance(claims, dict) else None
+    # `type() is`, since a JSON true would pass for an int.
+    return rank if type(rank) is int else None
+
+
 def _encode(raw: bytes) -> str:
     return base64.urlsafe_b64encode(raw).rstrip(b"=").decode("ascii")
 

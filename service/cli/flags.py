@@ -60,6 +60,15 @@ InstanceId = Annotated[
     str | None,
     typer.Option(envvar="WEIGHTWIRE_INSTANCE_ID", help="Name of this instance. Default: random.", show_default=False),
 ]
+Epoch = Annotated[
+    int | None,
+    typer.Option(
+        envvar="WEIGHTWIRE_EPOCH",
+        help="Common to all processes of the instance; a higher one takes its place. Default: new for each start of a "
+        "process that holds all ranks, 1 for one that holds some.",
+        min=0, max=(1 << 63) - 1, show_default=False,
+    ),
+]  # fmt: skip
 Host = Annotated[str, typer.Option(envvar="WEIGHTWIRE_HOST", help="Address to serve on.", rich_help_panel=_SERVING)]
 Port = Annotated[
     int,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ssl
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from weightwire.service.cli.flags import check_address
@@ -22,7 +22,13 @@ _DRAIN_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataPlane:
-    """How this process serves its rank."""
+    """How this process serves its ranks.
+
+    Attributes:
+        ranks: Of one instance, all on one port.
+        epoch: Of the instance; None is that of a process which holds all its ranks.
+        identity: Of the process, with its first rank.
+    """
 
     instance_id: str
     host: str
@@ -31,10 +37,12 @@ class DataPlane:
     max_readers: int
     tls: ssl.SSLContext | None
     allow_plain_http: bool
+    ranks: Sequence[int] = (0,)
+    epoch: int | None = None
     identity: SourceIdentity = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "identity", SourceIdentity(instance_id=self.instance_id))
+        object.__setattr__(self, "identity", SourceIdentity(instance_id=self.instance_id, rank=self.ranks[0]))
 
     @contextlib.contextmanager
     def open(self) -> Iterator[SourceServer]:
@@ -51,7 +59,7 @@ class DataPlane:
         if self.advertise is not None:
             check_address("--advertise", self.advertise)
         server = SourceServer(
-            Source(self.identity, SourceLimits(max_readers=self.max_readers)),
+            Source.of_ranks(self.identity, self.ranks, SourceLimits(max_readers=self.max_readers)),
             host=self.host,
             port=self.port,
             tls=self.tls,
@@ -63,12 +71,17 @@ class DataPlane:
             server.stop(drain_s=_DRAIN_S)
 
     def binding(self, server: SourceServer | None) -> RankBinding:
-        return RankBinding(
-            instance_id=self.instance_id,
-            generation=self.identity.generation,
-            rank=self.identity.rank,
-            url=(self.advertise or server.url) if server else None,
-        )
+        """What the first rank registers with."""
+        return self.bindings(server)[0]
+
+    def bindings(self, server: SourceServer | None) -> list[RankBinding]:
+        """What each rank registers with; without a server they only take."""
+        url = (self.advertise or server.url) if server else None
+        generation = self.identity.generation
+        return [
+            RankBinding(instance_id=self.instance_id, generation=generation, rank=rank, url=url, epoch=self.epoch)
+            for rank in self.ranks
+        ]
 
 
 def serve_until_signal(
@@ -77,13 +90,13 @@ def serve_until_signal(
     """Print the ready line, then serve until SIGTERM or SIGINT.
 
     Raises:
-        ConflictError: If a newer process took this instance's place.
+        ConflictError: If a newer process took the place of a rank.
     """
     binding = membership.binding
 
     def say_ready() -> None:
         if as_json:
-            ranks = [{"rank": binding.rank, "url": binding.url}]
+            ranks = [{"rank": each.rank, "url": each.url} for each in membership.bindings]
             print_json(
                 {"ready": True, "url": binding.url, "instance_id": binding.instance_id, "ranks": ranks, **(facts or {})}
             )

@@ -1,8 +1,12 @@
-"""`weightwire source`: loads a checkpoint and serves it."""
+"""`weightwire source`: loads a checkpoint and serves it, whole or as ranks of a topology."""
 
 from __future__ import annotations
 
+import time
 import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -10,13 +14,29 @@ import typer
 from rich.markup import escape
 
 from weightwire.service.cli import flags
-from weightwire.service.cli.flags import Connection, server_context
+from weightwire.service.cli.flags import Connection, server_context, unexpected_policy
 from weightwire.service.cli.output import byte_bar, human_bytes, progress_bar, start_logging
 from weightwire.service.cli.serving import DataPlane, serve_until_signal
+from weightwire.service.cli.topology import (
+    build_options,
+    check_can_be_found,
+    check_unused,
+    chosen_epoch,
+    chosen_ranks,
+    chosen_topology,
+)
 from weightwire.service.client.membership import Membership
+from weightwire.transfer.admission import check_memory
 from weightwire.transfer.checkpoint import Checkpoint
 from weightwire.transfer.control import Control
+from weightwire.transfer.errors import CheckpointNotFoundError
+from weightwire.transfer.layouts import ModelIdentity
 from weightwire.transfer.local_disk import identity_of, load_checkpoint
+from weightwire.transfer.local_tree import TreeLoader, TreeRequest
+from weightwire.transfer.manifest import Topology
+from weightwire.transfer.models.registry import plan_memory
+from weightwire.transfer.shells import Shells
+from weightwire.transfer.wire.source_server import SourceServer
 
 _LOAD_DEADLINE_S = 24 * 3600.0
 
@@ -28,6 +48,14 @@ def source(
     *,
     model: flags.Model,
     service: flags.Service = flags.DEFAULT_SERVICE,
+    tp: flags.Tp = None,
+    pp: flags.Pp = None,
+    ep: flags.Ep = None,
+    rank: flags.Rank = "all",
+    vocab_multiple: flags.VocabMultiple = None,
+    pad_heads: flags.PadHeads = False,
+    expert_map: flags.ExpertMap = None,
+    unexpected: flags.Unexpected = "refuse",
     exclude: Annotated[
         list[str] | None,
         typer.Option(help="Leave out tensors whose checkpoint name matches this pattern (*, ?). May be repeated."),
@@ -37,6 +65,7 @@ def source(
         int, typer.Option(help="Version of the weights; a hot update makes the next one.", min=0)
     ] = 1,
     instance_id: flags.InstanceId = None,
+    epoch: flags.Epoch = None,
     host: flags.Host = "127.0.0.1",
     port: flags.Port = 0,
     advertise: flags.Advertise = None,
@@ -49,11 +78,24 @@ def source(
     json: flags.Json = False,
     log_level: flags.LogLevel = "info",
 ) -> None:
-    """Load a checkpoint into memory and serve it to new instances, until stopped."""
+    """Load a checkpoint into memory and serve it to new instances, until stopped.
+
+    Without a topology: every tensor whole, by its checkpoint name. With --tp, --pp or --ep: the parameters of one rank
+    or of all, by the names that engines give them, cut, fused and padded; ranks of one process share its port.
+    """
     start_logging(log_level)
     connection = Connection(service=service, token=token, tls_ca=tls_ca, allow_plain_http=allow_plain_http)
+    topology = chosen_topology(tp=tp, pp=pp, ep=ep)
+    world = topology or Topology()
+    options = build_options(vocab_multiple=vocab_multiple, pad_heads=pad_heads, expert_map=expert_map)
+    if topology is None:
+        check_unused(rank=rank, options=options)
+    ranks = chosen_ranks(rank, world)
+    check_can_be_found(instance_id, ranks=ranks, topology=world)
     plane = DataPlane(
         instance_id=instance_id or f"source-{uuid.uuid4().hex[:12]}",
+        ranks=ranks,
+        epoch=chosen_epoch(epoch, ranks=ranks, topology=world),
         host=host,
         port=port,
         advertise=advertise,
@@ -61,24 +103,94 @@ def source(
         tls=server_context(tls_cert, tls_key),
         allow_plain_http=allow_plain_http,
     )
-    control = Control(deadline_s=_LOAD_DEADLINE_S)
-    with Checkpoint.open(checkpoint_dir) as checkpoint, connection.client() as client, plane.open() as server:
+    policy = unexpected_policy(unexpected)
+    with ExitStack() as stack:
+        checkpoint = stack.enter_context(Checkpoint.open(checkpoint_dir))
         identity = identity_of(checkpoint, model=model, revision=revision)
+        work = _Work(identity=identity, control=Control(deadline_s=_LOAD_DEADLINE_S), shows_progress=not json)
+        if topology is None:
+            loads = work.plain(checkpoint, exclude or ())
+        else:
+            request = TreeRequest(
+                folder=checkpoint_dir, topology=topology, build=options, unexpected=policy, exclude=exclude or ()
+            )
+            loads = work.ranks(stack.enter_context(_checked(request, ranks)), ranks)
+        client = stack.enter_context(connection.client())
+        server = stack.enter_context(plane.open())
         membership = Membership(
-            client, plane.binding(server), model=model, revision=identity.revision, source=server.source
-        )
+            client, plane.bindings(server), model=model, revision=identity.revision, topology=world,
+            source=server.sources,
+        )  # fmt: skip
         # First, so that a name or address that the service does not take is told before anything is loaded.
         with membership:
-            with progress_bar("loading", enabled=not json) as moved:
-                shells, loaded = load_checkpoint(
-                    checkpoint, identity, control=control, exclude=exclude or (), on_progress=moved
-                )
-            with byte_bar("hashing", total=shells.manifest.total_bytes, enabled=not json) as hashed:
-                manifest = shells.seal(hashed)
-            server.source.publish(shells, weight_version=weight_version)
-            membership.publish(manifest, weight_version=weight_version)
-            what = (
-                f"{len(manifest.tensors)} tensors, {human_bytes(manifest.total_bytes)} of [bold]{escape(model)}[/] "
-                f"loaded in {loaded.seconds:.1f} s"
-            )
+            what = work.publish(loads, server, membership, weight_version=weight_version)
             serve_until_signal(membership, what=what, as_json=json)
+
+
+def _checked(request: TreeRequest, ranks: Sequence[int]) -> TreeLoader:
+    """A loader of ranks that the model can have, and that fit into memory together.
+
+    Raises:
+        LoadError: If there is no known model, or not in this topology.
+        AdmissionError: If there is not enough memory.
+    """
+    loader = TreeLoader(request)
+    needed = sum(plan_memory(loader.config, request.topology, rank, request.build).shells_bytes for rank in ranks)
+    check_memory(needed, purpose=f"{len(ranks)} ranks of {request.topology}")
+    return loader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """From a checkpoint to what is served.
+
+    Attributes:
+        identity: What the shells are a copy of.
+        control: Of the loading.
+        shows_progress: Whether bars are drawn.
+    """
+
+    identity: ModelIdentity
+    control: Control
+    shows_progress: bool
+
+    def plain(self, checkpoint: Checkpoint, exclude: Sequence[str]) -> Iterator[Shells]:
+        """Every tensor whole, by its checkpoint name."""
+        with progress_bar("loading", enabled=self.shows_progress) as moved:
+            shells, _ = load_checkpoint(
+                checkpoint, self.identity, control=self.control, exclude=exclude, on_progress=moved
+            )
+        yield shells
+
+    def ranks(self, loader: TreeLoader, ranks: Sequence[int]) -> Iterator[Shells]:
+        """One rank after the other, each when it is asked for."""
+        for rank in ranks:
+            with progress_bar("loading", enabled=self.shows_progress, rank=rank) as moved:
+                found = loader.load(rank, self.control, on_progress=moved)
+            model, revision = self.identity.model, self.identity.revision
+            yield loader.shells(found, loader.identity(rank, model=model, revision=revision))
+
+    def publish(
+        self, loads: Iterator[Shells], server: SourceServer, membership: Membership, *, weight_version: int
+    ) -> str:
+        """Serve each rank as soon as it is loaded; returns in words what is served.
+
+        Raises:
+            CheckpointNotFoundError: If no rank holds anything.
+        """
+        began = time.monotonic()
+        tensors, nbytes = 0, 0
+        for shells in loads:
+            total, rank = shells.manifest.total_bytes, shells.manifest.rank
+            with byte_bar("hashing", total=total, enabled=self.shows_progress, rank=rank) as hashed:
+                manifest = shells.seal(hashed)
+            server.sources[rank].publish(shells, weight_version=weight_version)
+            membership.publish(manifest, weight_version=weight_version)
+            tensors, nbytes = tensors + len(manifest.tensors), nbytes + total
+        if not tensors:
+            raise CheckpointNotFoundError(f"model {self.identity.model!r}: no tensor is left to serve")
+        ranks = f" as {len(server.sources)} ranks" if len(server.sources) > 1 else ""
+        return (
+            f"{tensors} tensors, {human_bytes(nbytes)} of [bold]{escape(self.identity.model)}[/] "
+            f"loaded{ranks} in {time.monotonic() - began:.1f} s"
+        )

@@ -49,6 +49,25 @@ def chosen_ranks(rank: str, topology: Topology) -> range:
     return range(int(rank), int(rank) + 1)
 
 
+def chosen_epoch(epoch: int | None, *, ranks: range, topology: Topology) -> int | None:
+    """The instance's epoch; None is the generation of its only process.
+
+    Processes that start at different times can agree on a number alone: they have no generation in common.
+    """
+    return 1 if epoch is None and len(ranks) < topology.world_size else epoch
+
+
+def check_can_be_found(instance_id: str | None, *, ranks: range, topology: Topology) -> None:
+    """Raises:
+    SettingsError: If the other ranks are other processes, and could not know that they belong to this one.
+    """
+    if instance_id is None and len(ranks) < topology.world_size:
+        raise SettingsError(
+            f"--rank {ranks[0]}: the other {topology.world_size - len(ranks)} ranks are other processes, "
+            "expected --instance-id, the same for all"
+        )
+
+
 def check_unused(*, rank: str, options: BuildOptions) -> None:
     """Refuse flags that mean something only for a topology, where none was chosen.
 

@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from weightwire.transfer.errors import TicketError
-from weightwire.transfer.tickets import Ticket, derive_source_key, issue_ticket, read_ticket
+from weightwire.transfer.tickets import Ticket, claimed_rank, derive_source_key, issue_ticket, read_ticket
 
 KEY = derive_source_key(b"master", instance_id="s", rank=1, generation=7)
 NOW = 1_800_000_000.0
@@ -154,3 +154,18 @@ def test_message_never_quotes_the_ticket() -> None:
     with pytest.raises(TicketError) as caught:
         read_ticket(b"other", TEXT, now=NOW)
     assert TEXT[:20] not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "claims",
+    [[], None, 1, "x", {}, {"source_rank": None}, {"source_rank": True}, {"source_rank": "1"}, {"source_rank": 1.0},
+     b"{", b"[" * 100_000, b'{"source_rank": ' + b"1" * 5000 + b"}", b"\xff"],
+)  # fmt: skip
+def test_claims_without_a_rank_choose_no_key(claims: object) -> None:
+    assert claimed_rank(signed(claims)) is None
+
+
+def test_claimed_rank_is_that_of_the_ticket_whoever_signed_it() -> None:
+    assert claimed_rank(TEXT) == TICKET.source_rank
+    assert claimed_rank(signed({"source_rank": -3})) == -3
+    assert claimed_rank(TEXT.partition(".")[0] + ".nonsense") == TICKET.source_rank

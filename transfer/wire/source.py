@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
 from weightwire.transfer.errors import FencedError, SourceBusyError, TicketError
 from weightwire.transfer.manifest import Manifest
@@ -19,7 +19,7 @@ class SourceLimits:
     """How much a source gives before serving traffic suffers.
 
     Attributes:
-        max_readers: Reads at the same time; beyond it 503 with `Retry-After`.
+        max_readers: Reads at the same time, of all ranks of the process; beyond it 503 with `Retry-After`.
         max_connections: Open connections; beyond it new ones are closed at once.
         retry_after_s: What a reader that is turned away is told.
         write_timeout_s: A reader that takes no byte for so long is cut off.
@@ -57,7 +57,7 @@ class Publication:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceIdentity:
-    """The process that serves; `generation` is new, and higher, for each process."""
+    """A rank of the process that serves; `generation` is new, and higher, for each process."""
 
     instance_id: str
     rank: int = 0
@@ -71,15 +71,34 @@ class Source:
     bytes, so that a torn chunk is never passed off as good.
     """
 
-    def __init__(self, identity: SourceIdentity, limits: SourceLimits | None = None) -> None:
+    def __init__(
+        self, identity: SourceIdentity, limits: SourceLimits | None = None, *, seats: threading.Semaphore | None = None
+    ) -> None:
+        """Args:
+        seats: Taken by readers, one each; to be shared by the ranks of one process. By default its own.
+        """
         self.identity = identity
         self.limits = limits or SourceLimits()
+        self.seats = seats or threading.Semaphore(self.limits.max_readers)
         self.access: Access | None = None
         self._former_key: bytes | None = None
         self._gate = threading.Condition()
         self._publication: Publication | None = None
         self._withdrawing = False
         self._readers = 0
+
+    @classmethod
+    def of_ranks(
+        cls, identity: SourceIdentity, ranks: Iterable[int], limits: SourceLimits | None = None
+    ) -> dict[int, Source]:
+        """Several ranks of one process, by rank: of one generation, and with one count of readers.
+
+        Args:
+            identity: Of any of them.
+        """
+        limits = limits or SourceLimits()
+        seats = threading.Semaphore(limits.max_readers)
+        return {rank: cls(replace(identity, rank=rank), limits, seats=seats) for rank in ranks}
 
     def __str__(self) -> str:
         return f"source {self.identity.instance_id!r} rank {self.identity.rank}"
@@ -111,7 +130,7 @@ class Source:
             TicketError: As `transfer.tickets.read_ticket`.
         """
         if self.access is None:
-            raise SourceBusyError(f"{self}: not registered with a service yet", retry_after_s=self.limits.retry_after_s)
+            raise self._busy("not registered with a service yet")
         now = time.time()
         try:
             return read_ticket(self.access.ticket_key, text, now=now)
@@ -132,6 +151,11 @@ class Source:
             self._withdrawing = False
             self._publication = Publication(shells=shells, manifest=shells.manifest, weight_version=weight_version)
             self._gate.notify_all()
+
+    def refuse_readers(self) -> None:
+        """Let nobody in any more; who reads goes on."""
+        with self._gate:
+            self._withdrawing = True
 
     def withdraw(self, *, drain_s: float = 5.0) -> None:
         """Serve nothing any more. Returns when no reader is left, or after `drain_s` seconds.
@@ -157,18 +181,17 @@ class Source:
         """
         with self._gate:
             publication = self.publication
-            if publication is None or self._readers >= self.limits.max_readers:
-                why = "nothing is published" if publication is None else f"{self._readers} readers are served"
-                raise SourceBusyError(
-                    f"{self}: {why}",
-                    retry_after_s=self.limits.retry_after_s,
-                )
+            if publication is None:
+                raise self._busy("nothing is published")
+            if not self.seats.acquire(blocking=False):
+                raise self._busy(f"{self.limits.max_readers} readers are served by its process")
             self._readers += 1
         try:
             yield publication
         finally:
             with self._gate:
                 self._readers -= 1
+                self.seats.release()
                 self._gate.notify_all()
 
     def check_stands(self, publication: Publication) -> None:
@@ -177,3 +200,6 @@ class Source:
         """
         if self._publication is not publication:
             raise FencedError(f"{self}: weight version {publication.weight_version} was withdrawn while it was read")
+
+    def _busy(self, why: str) -> SourceBusyError:
+        return SourceBusyError(f"{self}: {why}", retry_after_s=self.limits.retry_after_s)

@@ -6,12 +6,14 @@ import hashlib
 import hmac
 import json
 import logging
+import re
 import socket
 import ssl
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
 from typing import Protocol, cast
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 import xxhash
 
@@ -35,6 +37,7 @@ from weightwire.transfer.tickets import Ticket
 from weightwire.transfer.wire import framing
 from weightwire.transfer.wire.framing import Frame, ReadRequest
 from weightwire.transfer.wire.http_range import ByteRange, UnsatisfiableRangeError, parse_range
+from weightwire.transfer.wire.served_ranks import ServedRanks
 from weightwire.transfer.wire.sockets import timeval, tune
 from weightwire.transfer.wire.source import Publication, Source
 
@@ -48,8 +51,24 @@ _LINGER_BYTES = 1 << 26
 _LINGER_S = 1.0
 
 
-class _HasSource(Protocol):
-    source: Source
+# A rank in a query; no world has one of more digits.
+_RANK_QUERY = re.compile(r"rank=([0-9]{1,9})", re.ASCII)
+
+
+class _HasRanks(Protocol):
+    ranks: ServedRanks
+
+
+class _QueryError(Exception):
+    """A query that is none of a route's: HTTP has a status of its own for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Body:
+    """What is sent of: `pieces(begin, end)` gives the bytes between two positions, of `nbytes`."""
+
+    pieces: Callable[[int, int], Iterator[memoryview]]
+    nbytes: int
 
 
 class SourceRoutes(BaseHTTPRequestHandler):
@@ -60,13 +79,14 @@ class SourceRoutes(BaseHTTPRequestHandler):
     sys_version = ""
 
     @property
-    def source(self) -> Source:
-        return cast("_HasSource", self.server).source
+    def ranks(self) -> ServedRanks:
+        return cast("_HasRanks", self.server).ranks
 
     def setup(self) -> None:
         super().setup()
-        self.connection.settimeout(self.source.limits.idle_timeout_s)
-        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(self.source.limits.write_timeout_s))
+        limits = self.ranks.limits
+        self.connection.settimeout(limits.idle_timeout_s)
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(limits.write_timeout_s))
         tune(self.connection)
 
     def do_GET(self) -> None:
@@ -78,15 +98,17 @@ class SourceRoutes(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self._answer(self._post)
 
-    def _answer(self, route: Callable[[str], None]) -> None:
+    def _answer(self, route: Callable[[SplitResult], None]) -> None:
         """Run a route; an error before the first byte of the answer becomes a problem document."""
         self._answering = False
-        self.connection.settimeout(self.source.limits.write_timeout_s)
+        self.connection.settimeout(self.ranks.limits.write_timeout_s)
         try:
             # First, whatever is asked: what is left of a request would be taken for the next one.
             self._body = self._read_body()
             self._check_protocol()
-            route(self._path())
+            route(self._url())
+        except _QueryError as error:
+            self._send_problem(RequestError(str(error)), status=400)
         except TransferError as error:
             if self._answering:
                 self.close_connection = True
@@ -98,50 +120,61 @@ class SourceRoutes(BaseHTTPRequestHandler):
             self.close_connection = True
             logger.info("reader %s is gone: %s", self.client_address[0], error)
         finally:
-            self.connection.settimeout(self.source.limits.idle_timeout_s)
+            self.connection.settimeout(self.ranks.limits.idle_timeout_s)
 
     def _check_protocol(self) -> None:
         spoken = self.headers.get("Weightwire-Protocol", framing.PROTOCOL)
         if spoken.partition(".")[0] != framing.PROTOCOL.partition(".")[0]:
             raise VersionSkewError(f"protocol {spoken!r}: this source speaks {framing.PROTOCOL}")
 
-    def _get(self, path: str) -> None:
-        match path.split("/")[1:]:
+    def _get(self, url: SplitResult) -> None:
+        match url.path.split("/")[1:]:
             case ["healthz"]:
                 self._send_json({"status": "ok"})
             case ["readyz"]:
-                self._ready()
+                self._ready(self._asked_rank(url))
             case ["v1", "tensors", name]:
                 self._check_token()
-                with self.source.reading() as publication:
-                    self._send_tensor(publication, unquote(name))
+                source = self.ranks.find(self._asked_rank(url))
+                with source.reading() as publication:
+                    self._send_tensor(source, publication, unquote(name))
             case ["v1", "export.safetensors"]:
                 self._check_token()
-                with self.source.reading() as publication:
-                    self._send_export(publication)
+                source = self.ranks.find(self._asked_rank(url))
+                with source.reading() as publication:
+                    self._send_export(source, publication)
             case _:
-                raise NotFoundError(f"path {path!r}: no such resource on a source", kind="path", name=path)
+                raise NotFoundError(f"path {url.path!r}: no such resource on a source", kind="path", name=url.path)
 
-    def _post(self, path: str) -> None:
-        if path != "/v1/read":
-            raise NotFoundError(f"path {path!r}: no such resource on a source", kind="path", name=path)
-        ticket = self._ticket()
-        with self.source.reading() as publication:
-            self._read(publication, ticket, self._body)
+    def _post(self, url: SplitResult) -> None:
+        if url.path != "/v1/read":
+            raise NotFoundError(f"path {url.path!r}: no such resource on a source", kind="path", name=url.path)
+        if url.query:
+            raise _QueryError(f"query {url.query!r:.200}: expected none, the ticket says which rank is read")
+        source, ticket = self.ranks.check_ticket(self._ticket())
+        with source.reading() as publication:
+            self._read(source, publication, ticket)
 
-    def _ready(self) -> None:
-        publication = self.source.publication
-        if publication is None:
-            raise SourceBusyError("source: not ready, nothing is published", retry_after_s=1)
-        self._send_json({"status": "ready", "weight_version": publication.weight_version})
+    def _ready(self, rank: int | None) -> None:
+        """One rank, or without one all of them."""
+        published = self.ranks.publications(rank)
+        version = min(publication.weight_version for publication in published.values())
+        self._send_json({"status": "ready", "weight_version": version, "ranks": list(published)})
 
     # -- what a request brings ------------------------------------------------------------------------------------
 
-    def _path(self) -> str:
+    def _url(self) -> SplitResult:
         try:
-            return urlsplit(self.path).path
+            return urlsplit(self.path)
         except ValueError as error:
             raise RequestError(f"path {self.path!r:.200}: {error}") from error
+
+    def _asked_rank(self, url: SplitResult) -> int | None:
+        if not url.query:
+            return None
+        if (match := _RANK_QUERY.fullmatch(url.query)) is None:
+            raise _QueryError(f"query {url.query!r:.200}: expected rank=N, or none")
+        return int(match[1])
 
     def _read_body(self) -> bytes:
         if self.headers.defects:
@@ -179,14 +212,14 @@ class SourceRoutes(BaseHTTPRequestHandler):
         while left > 0 and (piece := self.rfile.read1(left)):
             left -= len(piece)
 
-    def _ticket(self) -> Ticket:
+    def _ticket(self) -> str:
         kind, _, text = self.headers.get("Authorization", "").partition(" ")
         if kind.lower() != "ticket" or not text:
             raise AccessError("read: no ticket, expected 'Authorization: Ticket …' as granted by the service")
-        return self.source.read_ticket(text.strip())
+        return text.strip()
 
     def _check_token(self) -> None:
-        access = self.source.access
+        access = self.ranks.lowest.access
         if access is None:
             raise SourceBusyError("source: not registered with a service yet", retry_after_s=1)
         if not access.read_token_sha256:
@@ -200,10 +233,10 @@ class SourceRoutes(BaseHTTPRequestHandler):
 
     # -- POST /v1/read --------------------------------------------------------------------------------------------
 
-    def _read(self, publication: Publication, ticket: Ticket, body: bytes) -> None:
-        request = ReadRequest.from_bytes(body)
-        self._check_ticket(ticket, request)
-        self._check_fence(publication, request)
+    def _read(self, source: Source, publication: Publication, ticket: Ticket) -> None:
+        request = ReadRequest.from_bytes(self._body)
+        _check_ticket(source, ticket, request)
+        _check_fence(source, publication, request)
         framing.check_extent(publication.manifest, request)
         frames = list(framing.cut_frames(publication.manifest, request.regions))
         announced = sum(frame.nbytes + framing.FRAME_OVERHEAD_BYTES for frame in frames)
@@ -212,51 +245,21 @@ class SourceRoutes(BaseHTTPRequestHandler):
             {
                 "Content-Type": framing.MEDIA_TYPE,
                 "Content-Length": str(announced),
-                "Weightwire-Generation": str(self.source.identity.generation),
+                "Weightwire-Generation": str(source.identity.generation),
                 "Weightwire-Weight-Version": str(publication.weight_version),
                 "Weightwire-Manifest": publication.manifest.digest,
                 # Names the question, so that an answer to another one, from a cache on the way, is noticed.
-                "Weightwire-Request": f"{xxhash.xxh3_64_intdigest(body):016x}",
+                "Weightwire-Request": f"{xxhash.xxh3_64_intdigest(self._body):016x}",
             },
         )
-        self._send_frames(publication, frames, left=announced)
+        self._send_frames(source, publication, frames, left=announced)
 
-    def _check_ticket(self, ticket: Ticket, request: ReadRequest) -> None:
-        ours = self.source.identity
-        facts = {
-            "source": (
-                (ticket.source_instance, ticket.source_rank, ticket.source_generation),
-                (ours.instance_id, ours.rank, ours.generation),
-            ),
-            "target": (
-                (ticket.target_instance, ticket.target_rank),
-                (request.target_instance, request.target_rank),
-            ),
-            "weight version": (ticket.weight_version, request.weight_version),
-        }
-        for field, (granted, used) in facts.items():
-            if granted != used:
-                raise TicketError(f"ticket: {field} is {used} in this read, it was granted for {granted}")
-
-    def _check_fence(self, publication: Publication, request: ReadRequest) -> None:
-        facts = {
-            "generation": (request.generation, self.source.identity.generation),
-            "weight version": (request.weight_version, publication.weight_version),
-            "manifest": (request.manifest, publication.manifest.digest),
-        }
-        for field, (asked, actual) in facts.items():
-            if asked != actual:
-                raise FencedError(
-                    f"source {self.source.identity.instance_id!r} rank {self.source.identity.rank}: "
-                    f"{field} is {actual} here, {asked} was asked for"
-                )
-
-    def _send_frames(self, publication: Publication, frames: Iterable[Frame], *, left: int) -> None:
+    def _send_frames(self, source: Source, publication: Publication, frames: Iterable[Frame], *, left: int) -> None:
         """Send the frames; `left` is what was announced of the body."""
         trailer: list[memoryview] = []
         for frame in frames:
             try:
-                self.source.check_stands(publication)
+                source.check_stands(publication)
             except FencedError as error:
                 self._fail(trailer, error, left=left)
                 return
@@ -265,7 +268,7 @@ class SourceRoutes(BaseHTTPRequestHandler):
             self._send([*trailer, memoryview(framing.HEADER.pack(framing.DATA, frame.nbytes)), *views])
             left -= sum(map(len, trailer)) + framing.HEADER.size + frame.nbytes
             try:
-                self.source.check_stands(publication)
+                source.check_stands(publication)
             except FencedError as error:
                 self._fail([memoryview(framing.TRAILER.pack(framing.VOID, 0))], error, left=left)
                 return
@@ -282,7 +285,7 @@ class SourceRoutes(BaseHTTPRequestHandler):
 
     # -- GET: one tensor, or the whole rank as a checkpoint file ------------------------------------------------------
 
-    def _send_tensor(self, publication: Publication, name: str) -> None:
+    def _send_tensor(self, source: Source, publication: Publication, name: str) -> None:
         tensor = publication.manifest.by_name.get(name)
         if tensor is None:
             raise NotFoundError(f"tensor {name!r}: not held by this source", kind="tensor", name=name)
@@ -292,9 +295,9 @@ class SourceRoutes(BaseHTTPRequestHandler):
             "Weightwire-Digest": tensor.digest,
             "ETag": f'"{publication.weight_version}-{tensor.digest}"',
         }
-        self._send_ranged(publication, _tensor_pieces(publication, tensor), tensor.nbytes, headers)
+        self._send_ranged(source, publication, _Body(_tensor_pieces(publication, tensor), tensor.nbytes), headers)
 
-    def _send_export(self, publication: Publication) -> None:
+    def _send_export(self, source: Source, publication: Publication) -> None:
         layout = export_layout(publication.manifest)
         etag = f'"{publication.weight_version}-{publication.manifest.digest[:32]}"'
 
@@ -308,29 +311,23 @@ class SourceRoutes(BaseHTTPRequestHandler):
                     yield from _tensor_pieces(publication, tensor)(low, high)
                 at += tensor.nbytes
 
-        self._send_ranged(publication, pieces, layout.nbytes, {"ETag": etag})
+        self._send_ranged(source, publication, _Body(pieces, layout.nbytes), {"ETag": etag})
 
-    def _send_ranged(
-        self,
-        publication: Publication,
-        pieces: Callable[[int, int], Iterator[memoryview]],
-        nbytes: int,
-        headers: dict[str, str],
-    ) -> None:
+    def _send_ranged(self, source: Source, publication: Publication, body: _Body, headers: dict[str, str]) -> None:
         headers |= {"Content-Type": _OCTETS, "Accept-Ranges": "bytes"}
-        wanted = self._range(nbytes, headers["ETag"])
+        wanted = self._range(body.nbytes, headers["ETag"])
         if isinstance(wanted, UnsatisfiableRangeError):
-            self._send_problem(wanted, status=416, headers={"Content-Range": f"bytes */{nbytes}"})
+            self._send_problem(wanted, status=416, headers={"Content-Range": f"bytes */{body.nbytes}"})
             return
-        begin, end = (wanted.begin, wanted.end) if wanted else (0, nbytes)
+        begin, end = (wanted.begin, wanted.end) if wanted else (0, body.nbytes)
         if wanted:
-            headers["Content-Range"] = f"bytes {begin}-{end - 1}/{nbytes}"
+            headers["Content-Range"] = f"bytes {begin}-{end - 1}/{body.nbytes}"
         self._begin(206 if wanted else 200, {**headers, "Content-Length": str(end - begin)})
         if self.command == "HEAD":
             return
-        for piece in pieces(begin, end):
+        for piece in body.pieces(begin, end):
             # No trailer can follow here: a body that ends early is how a reader learns of it.
-            self.source.check_stands(publication)
+            source.check_stands(publication)
             self._send([piece])
 
     def _range(self, nbytes: int, etag: str) -> ByteRange | UnsatisfiableRangeError | None:
@@ -413,6 +410,35 @@ class SourceRoutes(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002  (the base class's name)
         logger.debug("%s %s", self.client_address[0], format % args)
+
+
+def _check_ticket(source: Source, ticket: Ticket, request: ReadRequest) -> None:
+    ours = source.identity
+    facts = {
+        "source": (
+            (ticket.source_instance, ticket.source_rank, ticket.source_generation),
+            (ours.instance_id, ours.rank, ours.generation),
+        ),
+        "target": (
+            (ticket.target_instance, ticket.target_rank),
+            (request.target_instance, request.target_rank),
+        ),
+        "weight version": (ticket.weight_version, request.weight_version),
+    }
+    for field, (granted, used) in facts.items():
+        if granted != used:
+            raise TicketError(f"ticket: {field} is {used} in this read, it was granted for {granted}")
+
+
+def _check_fence(source: Source, publication: Publication, request: ReadRequest) -> None:
+    facts = {
+        "generation": (request.generation, source.identity.generation),
+        "weight version": (request.weight_version, publication.weight_version),
+        "manifest": (request.manifest, publication.manifest.digest),
+    }
+    for field, (asked, actual) in facts.items():
+        if asked != actual:
+            raise FencedError(f"{source}: {field} is {actual} here, {asked} was asked for")
 
 
 def _tensor_pieces(publication: Publication, tensor: TensorEntry) -> Callable[[int, int], Iterator[memoryview]]:

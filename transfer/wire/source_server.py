@@ -8,11 +8,13 @@ import socket
 import ssl
 import sys
 import threading
+from collections.abc import Mapping
 from http.server import ThreadingHTTPServer
 from socketserver import TCPServer
 
 from weightwire.transfer.address import Address
 from weightwire.transfer.errors import SettingsError
+from weightwire.transfer.wire.served_ranks import ServedRanks
 from weightwire.transfer.wire.source import Source
 from weightwire.transfer.wire.source_routes import SourceRoutes
 
@@ -20,18 +22,33 @@ logger = logging.getLogger(__name__)
 
 
 class SourceServer:
-    """Answers for one `Source`, one thread for each connection; a context manager starts and stops it."""
+    """Answers for one `Source`, or for several ranks of one process; one thread for each connection.
+
+    A context manager starts and stops it.
+
+    Attributes:
+        ranks: What it serves.
+    """
 
     def __init__(
-        self, source: Source, *, host: str = "127.0.0.1", port: int = 0, tls: ssl.SSLContext | None = None
+        self,
+        source: Source | Mapping[int, Source],
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         """Bind the port, and keep it; nobody is answered before `start`.
 
+        Args:
+            source: One, or several by rank, as `Source.of_ranks` makes them.
+
         Raises:
             SettingsError: If the address cannot be bound.
+            ValueError: If several are not ranks of one process.
         """
-        self.source = source
-        self._listener = _bind(host, port, source)
+        self.ranks = ServedRanks(source)
+        self._listener = _bind(host, port, self.ranks)
         if tls is not None:
             # The handshake waits for the connection's own thread: a silent client must not stop the others.
             self._listener.socket = tls.wrap_socket(
@@ -50,6 +67,16 @@ class SourceServer:
         self.stop()
 
     @property
+    def source(self) -> Source:
+        """The one that is served; of several that of the lowest rank."""
+        return self.ranks.lowest
+
+    @property
+    def sources(self) -> Mapping[int, Source]:
+        """All that are served, by rank."""
+        return self.ranks.sources
+
+    @property
     def url(self) -> str:
         return str(self.address)
 
@@ -58,7 +85,7 @@ class SourceServer:
 
     def stop(self, *, drain_s: float = 5.0) -> None:
         """Withdraw, let readers finish for up to `drain_s` seconds, cut off the rest, close the port."""
-        self.source.withdraw(drain_s=drain_s)
+        self.ranks.withdraw(drain_s=drain_s)
         if self._thread.is_alive():
             self._listener.shutdown()
             self._thread.join()
@@ -73,9 +100,9 @@ class _Listener(ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = 256
 
-    def __init__(self, host: str, port: int, source: Source) -> None:
+    def __init__(self, host: str, port: int, ranks: ServedRanks) -> None:
         self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        self.source = source
+        self.ranks = ranks
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
         super().__init__((host, port), SourceRoutes)
@@ -88,7 +115,7 @@ class _Listener(ThreadingHTTPServer):
 
     def verify_request(self, request: object, client_address: object) -> bool:
         with self._lock:
-            if len(self._connections) >= self.source.limits.max_connections:
+            if len(self._connections) >= self.ranks.limits.max_connections:
                 return False
             if isinstance(request, socket.socket):
                 self._connections.add(request)
@@ -112,9 +139,9 @@ class _Listener(ThreadingHTTPServer):
                 socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
-def _bind(host: str, port: int, source: Source) -> _Listener:
+def _bind(host: str, port: int, ranks: ServedRanks) -> _Listener:
     try:
-        return _Listener(host, port, source)
+        return _Listener(host, port, ranks)
     except (OSError, OverflowError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise SettingsError(
