@@ -1,29 +1,41 @@
-"""`weightwire pull`: a new instance takes its weights."""
+"""`weightwire pull`: a new instance takes its weights, whole or as ranks of a topology."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from weightwire.service.cli import flags, render
-from weightwire.service.cli.flags import Connection, server_context
-from weightwire.service.cli.output import byte_bar, fail, print_json, progress_bar, start_logging, stdout
+from weightwire.service.cli.flags import Connection, server_context, unexpected_policy
+from weightwire.service.cli.output import byte_bar, fail, print_json, rank_bars, start_logging, stdout
+from weightwire.service.cli.pull_json import failed_json, pulled_json
 from weightwire.service.cli.serving import DataPlane, serve_until_signal
 from weightwire.service.cli.signals import on_signal
+from weightwire.service.cli.topology import (
+    build_options,
+    check_can_be_found,
+    check_unused,
+    chosen_epoch,
+    chosen_ranks,
+    chosen_topology,
+)
 from weightwire.service.client.api import Grant
-from weightwire.service.client.target import Pulled, PullEvents, PullRequest, Target
+from weightwire.service.client.pulls import Pulled, PullEvents, PullRequest
+from weightwire.service.client.target import Target
 from weightwire.transfer.checkpoint import Checkpoint
 from weightwire.transfer.control import Control
-from weightwire.transfer.errors import CancelledError, TransferError
-from weightwire.transfer.manifest import Manifest
-from weightwire.transfer.planning import Plan
+from weightwire.transfer.errors import TransferError
+from weightwire.transfer.manifest import Manifest, Topology
+from weightwire.transfer.plan import Plan
 from weightwire.transfer.saving import check_destination, save_rank
 from weightwire.transfer.session import RankProgress
 from weightwire.transfer.wire.puller import PullOptions
@@ -39,15 +51,26 @@ def pull(
             envvar="WEIGHTWIRE_CHECKPOINT", help="Local checkpoint for what no source holds.", show_default=False
         ),
     ] = None,
+    tp: flags.Tp = None,
+    pp: flags.Pp = None,
+    ep: flags.Ep = None,
+    rank: flags.Rank = "all",
+    vocab_multiple: flags.VocabMultiple = None,
+    pad_heads: flags.PadHeads = False,
+    expert_map: flags.ExpertMap = None,
+    unexpected: flags.Unexpected = "refuse",
     save: Annotated[
         Path | None,
-        typer.Option(help="Folder for rank-0.safetensors, written once everything is verified.", show_default=False),
+        typer.Option(
+            help="Folder for rank-<global rank>.safetensors, written once everything is verified.", show_default=False
+        ),
     ] = None,
     serve: Annotated[bool, typer.Option("--serve", help="Be a source afterwards, until stopped.")] = False,
     revision: flags.Revision = None,
     instance_id: flags.InstanceId = None,
+    epoch: flags.Epoch = None,
     streams: Annotated[
-        int, typer.Option(envvar="WEIGHTWIRE_STREAMS", help="Connections to each source.", min=1, max=64)
+        int, typer.Option(envvar="WEIGHTWIRE_STREAMS", help="Connections of each rank to each source.", min=1, max=64)
     ] = 2,
     deadline_s: flags.DeadlineS = 3600.0,
     host: flags.Host = "127.0.0.1",
@@ -64,48 +87,46 @@ def pull(
 ) -> int:
     """Fill a new instance: from running ones what they hold, from the local checkpoint what is missing.
 
-    Every chunk and every tensor is verified before the instance is ready.
+    Without a topology: every tensor whole, by its checkpoint name. With --tp, --pp or --ep: the parameters of one rank
+    or of all, by the names that engines give them; sources may have any other topology, or none. Every chunk and every
+    tensor is verified before the instance is ready.
     """
     start_logging(log_level)
     connection = Connection(service=service, token=token, tls_ca=tls_ca, allow_plain_http=allow_plain_http)
-    plane = DataPlane(
-        instance_id=instance_id or f"target-{uuid.uuid4().hex[:12]}",
-        host=host,
-        port=port,
-        advertise=advertise,
-        max_readers=max_readers,
-        tls=server_context(tls_cert, tls_key),
-        allow_plain_http=allow_plain_http,
-    )
     run = _Run(control=Control(deadline_s=deadline_s), as_json=json)
     try:
+        topology = chosen_topology(tp=tp, pp=pp, ep=ep)
+        build = build_options(vocab_multiple=vocab_multiple, pad_heads=pad_heads, expert_map=expert_map)
+        if topology is None:
+            check_unused(rank=rank, options=build)
+        world = topology or Topology()
+        ranks = chosen_ranks(rank, world)
+        check_can_be_found(instance_id, ranks=ranks, topology=world)
+        plane = DataPlane(
+            instance_id=instance_id or f"target-{uuid.uuid4().hex[:12]}", ranks=ranks,
+            epoch=chosen_epoch(epoch, ranks=ranks, topology=world), host=host, port=port, advertise=advertise,
+            max_readers=max_readers, tls=server_context(tls_cert, tls_key), allow_plain_http=allow_plain_http,
+        )  # fmt: skip
+        policy = unexpected_policy(unexpected)
         if save is not None:
             check_destination(save, checkpoint=checkpoint)
         with contextlib.ExitStack() as stack:
             server = stack.enter_context(plane.open()) if serve else None
             client = stack.enter_context(connection.client())
             disk = stack.enter_context(Checkpoint.open(checkpoint)) if checkpoint else None
-            binding = plane.binding(server)
-            target = Target(client, plane.identity, source=server.source if server else None, url=binding.url)
+            target = Target(
+                client, plane.identity, ranks=plane.ranks, epoch=plane.epoch,
+                sources=server.sources if server else None, url=plane.binding(server).url,
+            )  # fmt: skip
             stack.callback(target.leave)
             request = PullRequest(
-                model=model,
-                revision=revision,
-                checkpoint=disk,
-                deadline_s=max(deadline_s, 1.0),
-                options=PullOptions(streams=streams, tls=connection.trust()),
-            )
+                model=model, revision=revision, checkpoint=disk, topology=topology, build=build, unexpected=policy,
+                deadline_s=max(deadline_s, 1.0), options=PullOptions(streams=streams, tls=connection.trust()),
+            )  # fmt: skip
             pulled = run.pull(target, request)
             if save is not None:
                 run.save(pulled, save)
-            if server is None:
-                run.print_result(pulled)
-                return 0
-            membership = target.serve(pulled)
-            if not json:
-                run.print_result(pulled)
-            facts: dict[str, object] = {"pull": run.result(pulled)}
-            serve_until_signal(membership, what="ready", as_json=json, facts=facts)
+            run.end(target, pulled, serve=serve)
             return 0
     except TransferError as error:
         return fail(error, as_json=json, facts=run.failure(error))
@@ -118,84 +139,69 @@ class _Run:
     control: Control
     as_json: bool
     began: float = field(default_factory=time.monotonic)
-    progress: RankProgress = field(default_factory=RankProgress)
+    progress: dict[int, RankProgress] = field(default_factory=dict)
     transfer_id: str | None = None
-    moved: Callable[[RankProgress], None] = field(default=lambda _: None)
+    moved: Callable[[int, RankProgress], None] = field(default=lambda _rank, _progress: None)
 
     def pull(self, target: Target, request: PullRequest) -> Pulled:
-        with on_signal(lambda: self.control.cancel("stopped by a signal")), self._bar() as events:
+        with on_signal(lambda: self.control.cancel("stopped by a signal")), self._bars(len(target.ranks)) as events:
             pulled = target.pull(request, self.control, events)
             self.transfer_id = pulled.transfer_id
             return pulled
 
     def save(self, pulled: Pulled, folder: Path) -> None:
-        with byte_bar("saving", total=pulled.shells.manifest.total_bytes, enabled=not self.as_json) as saved:
-            save_rank(pulled.shells, folder, saved)
+        """Write a file for each rank; a signal stops it, the deadline of the transfer does not."""
+        stop = Control(deadline_s=math.inf)
+        with on_signal(lambda: stop.cancel("stopped by a signal")):
+            for each in pulled.ranks:
+                total = each.shells.manifest.total_bytes
+                with byte_bar("saving", total=total, enabled=not self.as_json, rank=each.rank) as saved:
+                    save_rank(each.shells, folder, partial(_advance, stop, saved))
+
+    def end(self, target: Target, pulled: Pulled, *, serve: bool) -> None:
+        """Tell how it went, and serve if that is asked for."""
+        if not serve:
+            self._tell(pulled)
+            return
+        membership = target.serve(pulled)
+        if not self.as_json:
+            self._tell(pulled)
+        facts: dict[str, object] = {"pull": pulled_json(pulled)}
+        serve_until_signal(membership, what="ready", as_json=self.as_json, facts=facts)
+
+    def failure(self, error: TransferError) -> dict[str, object]:
+        seconds = time.monotonic() - self.began
+        return failed_json(error, self.progress, transfer_id=self.transfer_id, seconds=seconds)
 
     @contextlib.contextmanager
-    def _bar(self) -> Iterator[PullEvents]:
+    def _bars(self, num_ranks: int) -> Iterator[PullEvents]:
         with contextlib.ExitStack() as stack:
+            plans = list[tuple[Plan, Manifest]]()
 
             def planned(plan: Plan, layout: Manifest) -> None:
-                if self.as_json:
+                plans.append((plan, layout))
+                if self.as_json or len(plans) < num_ranks:
                     return
-                stdout.print(render.plan_table(plan, layout))
-                # The bar comes after the plan, or it would draw over it.
-                self.moved = stack.enter_context(progress_bar("pulling", enabled=True, rank=layout.rank))
+                stdout.print(render.plan_table(plans))
+                # The bars come after the plan, or they would draw over it.
+                self.moved = stack.enter_context(rank_bars("pulling", enabled=True))
 
             yield PullEvents(on_grant=self._granted, on_plan=planned, on_progress=self._moved)
 
     def _granted(self, grant: Grant) -> None:
         self.transfer_id = grant.transfer_id
 
-    def _moved(self, progress: RankProgress) -> None:
-        self.progress = progress
-        self.moved(progress)
+    def _moved(self, rank: int, progress: RankProgress) -> None:
+        self.progress[rank] = progress
+        self.moved(rank, progress)
 
-    def print_result(self, pulled: Pulled) -> None:
+    def _tell(self, pulled: Pulled) -> None:
         if self.as_json:
-            print_json(self.result(pulled))
+            print_json(pulled_json(pulled))
         else:
             stdout.print(render.result_table(pulled))
 
-    def result(self, pulled: Pulled) -> dict[str, object]:
-        result = pulled.result
-        figures: dict[str, object] = {
-            "state": "ready",
-            "seconds": pulled.seconds,
-            "verified": True,
-            "transport": "http" if result.bytes_peer else None,
-            "bytes_peer": result.bytes_peer,
-            "bytes_disk": result.bytes_disk,
-            "tensors": dict(result.tensors),
-            "sources": [
-                {"instance_id": source.instance_id, "rank": source.rank, "bytes": source.nbytes}
-                for source in result.sources
-            ],
-        }
-        failures = [
-            {"instance_id": failure.instance_id, "rank": failure.rank, "code": failure.code, "detail": failure.detail}
-            for failure in result.failures
-        ]
-        return {
-            "transfer_id": pulled.transfer_id,
-            **figures,
-            "failures": failures,
-            "reasons": dict(pulled.reasons),
-            "ranks": [{"rank": pulled.shells.manifest.rank, **figures}],
-            "error": None,
-        }
 
-    def failure(self, error: TransferError) -> dict[str, object]:
-        return {
-            "transfer_id": self.transfer_id,
-            "state": "cancelled" if isinstance(error, CancelledError) else "failed",
-            "seconds": time.monotonic() - self.began,
-            "verified": False,
-            "transport": None,
-            "bytes_peer": self.progress.bytes_peer,
-            "bytes_disk": self.progress.bytes_disk,
-            "tensors": dict.fromkeys(("identical", "reshard", "disk", "constant"), 0),
-            "sources": [],
-            "ranks": [],
-        }
+def _advance(stop: Control, saved: Callable[[int], None], nbytes: int) -> None:
+    stop.check()
+    saved(nbytes)

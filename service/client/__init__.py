@@ -2,8 +2,9 @@
 
 from weightwire.service.client.api import Grant, Lease, RankBinding, ServiceClient
 from weightwire.service.client.membership import Membership
+from weightwire.service.client.pulls import Pulled, PulledRank, PullEvents, PullRequest
 from weightwire.service.client.sessions import pull, serving
-from weightwire.service.client.target import Pulled, PullEvents, PullRequest, Target
+from weightwire.service.client.target import Target
 
 __all__ = [
     "Grant",
@@ -12,6 +13,7 @@ __all__ = [
     "PullEvents",
     "PullRequest",
     "Pulled",
+    "PulledRank",
     "RankBinding",
     "ServiceClient",
     "Target",

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from weightwire.service.client.api import Grant, RankBinding, ServiceClient
 from weightwire.service.client.membership import Membership
+from weightwire.service.client.pulls import Pulled, PulledRank, PullEvents, PullRequest
 from weightwire.service.client.reporter import Reporter
-from weightwire.transfer.admission import check_memory
-from weightwire.transfer.checkpoint import Checkpoint
+from weightwire.service.client.side_by_side import for_each_rank
+from weightwire.service.client.target_shells import RankShells, check_locally, define_model, prepare_shells
+from weightwire.transfer.agreement import check_world
 from weightwire.transfer.checkpoint.specs import specs_of
 from weightwire.transfer.control import Control
+from weightwire.transfer.disk_pieces import names_on_disk
 from weightwire.transfer.errors import (
     CancelledError,
     IntegrityError,
@@ -22,14 +27,12 @@ from weightwire.transfer.errors import (
     TransferError,
 )
 from weightwire.transfer.filling import FillResult, Origins, fill
-from weightwire.transfer.layouts import ModelIdentity, extended_layout, plain_layout
-from weightwire.transfer.local_disk import identity_of
-from weightwire.transfer.manifest import Manifest
-from weightwire.transfer.planning import Plan, check_same_specs, plan_pull
+from weightwire.transfer.manifest import CheckpointSpec, Manifest, Topology
+from weightwire.transfer.planning import Supply, check_servable, plan_pull
 from weightwire.transfer.session import RankProgress, TransferState
 from weightwire.transfer.shells import Shells
-from weightwire.transfer.wire.puller import PullOptions
 from weightwire.transfer.wire.source import Source, SourceIdentity
+from weightwire.transfer.wire.stream import Endpoint
 
 logger = logging.getLogger(__name__)
 
@@ -37,90 +40,58 @@ _SERVICE_RESTART_S = 10.0
 _RETRY_S = 0.2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PullRequest:
-    """What a target asks for.
-
-    Attributes:
-        model: Model id.
-        revision: None takes the local checkpoint's, or without one the service's choice.
-        checkpoint: The local disk, for what no source holds; its headers fix the shapes.
-        shells: Filled in place; None allocates plain ones by checkpoint name.
-        deadline_s: For the whole transfer.
-        idempotency_key: Asking again with the same key gives the same transfer.
-    """
-
-    model: str
-    revision: str | None = None
-    checkpoint: Checkpoint | None = None
-    shells: Shells | None = None
-    deadline_s: float = 3600.0
-    options: PullOptions = field(default_factory=PullOptions)
-    idempotency_key: str | None = None
-
-    @property
-    def wanted_revision(self) -> str | None:
-        return self.revision or (self.checkpoint.revision if self.checkpoint else None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pulled:
-    """A filled rank, and how it was filled.
-
-    Attributes:
-        transfer_id: None if the service could not be reached and the disk had everything.
-        weight_version: Of the sources; 0 without one.
-        reasons: Why instances of the model were not taken as sources.
-    """
-
-    shells: Shells
-    result: FillResult
-    transfer_id: str | None
-    weight_version: int
-    seconds: float
-    reasons: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PullEvents:
-    """What a caller may want to see on the way."""
-
-    on_grant: Callable[[Grant], None] = lambda _: None
-    on_plan: Callable[[Plan, Manifest], None] = lambda _plan, _layout: None
-    on_progress: Callable[[RankProgress], None] = lambda _: None
-
-
 class Target:
-    """One rank that takes weights. `join` once, `pull` once, then `serve` if it is to be a source too."""
+    """The ranks of one process that take weights. `pull` once, then `serve` if they are to be sources too."""
 
     def __init__(
         self,
         client: ServiceClient,
         identity: SourceIdentity,
         *,
-        source: Source | None = None,
+        ranks: Sequence[int] | None = None,
+        epoch: int | None = None,
+        sources: Mapping[int, Source] | None = None,
         url: str | None = None,
     ) -> None:
         """Args:
         identity: Of this process.
-        source: What its own data plane serves, if it has one; `url` says where.
+        ranks: Those of this process; by default that of the identity.
+        epoch: Common to all processes of the instance; by default the generation, as for an instance of one process.
+        sources: What its own data plane serves, by rank, if it has one; `url` says where.
         """
-        self.binding = RankBinding(
-            instance_id=identity.instance_id, rank=identity.rank, generation=identity.generation, url=url
+        self.bindings = tuple(
+            RankBinding(
+                instance_id=identity.instance_id, generation=identity.generation, rank=rank, url=url, epoch=epoch
+            )
+            for rank in sorted(ranks or (identity.rank,))
         )
         self.membership: Membership | None = None
         self._client = client
-        self._source = source
+        self._sources = sources
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(binding.rank for binding in self.bindings)
 
     def pull(self, request: PullRequest, control: Control, events: PullEvents | None = None) -> Pulled:
-        """Fill the shells.
+        """Fill the shells of all ranks, in one transfer; they are ready when all of them are.
 
         A service that cannot be reached is no error if the local checkpoint has everything.
 
+        Args:
+            request: What is asked for.
+            control: Of this transfer alone: a rank that fails stops the others by it.
+            events: What to tell on the way.
+
         Raises:
+            ValueError: If the request is about other ranks than those of this target.
             NotFoundError: If neither a source nor a checkpoint says which tensors there are.
+            ManifestMismatchError: If sources, or a source and the local checkpoint, are of two models.
+            LoadError: If the model cannot be laid out as asked for.
             TransferError: As `fill`, `ServiceClient.create_transfer` and `check_memory` do.
         """
+        request.check_ranks(self.ranks)
+        check_locally(request, self.ranks)
         events = events or PullEvents()
         began = time.monotonic()
         try:
@@ -129,7 +100,7 @@ class Target:
             if request.checkpoint is None:
                 raise
             logger.warning("no service, loading from disk: %s", error)
-            filled = _Filling(request, control, events).run({})
+            filled = _Filling(request, control, events).run(self.ranks, {})
         else:
             events.on_grant(grant)
             filled = self._fill(request, grant, control, events)
@@ -141,19 +112,18 @@ class Target:
         Raises:
             IntegrityError: If the memory does not hold what was verified any more.
         """
-        if self._source is None:
+        if self._sources is None:
             raise ValueError("target: it has no data plane to serve from")
-        promised = {tensor.name: tensor.digest for tensor in pulled.shells.manifest.tensors if tensor.digest}
-        manifest = pulled.shells.seal()
-        for tensor in manifest.tensors:
-            if tensor.digest != promised.get(tensor.name, tensor.digest):
-                raise IntegrityError(f"tensor {tensor.name!r}: changed in memory after it was verified")
-        self._source.publish(pulled.shells, weight_version=pulled.weight_version)
-        if self.membership is not None:
-            self.membership.publish(manifest, weight_version=pulled.weight_version)
+        manifests = [_sealed(rank.shells) for rank in pulled.ranks]
+        for rank in pulled.ranks:
+            self._sources[rank.rank].publish(rank.shells, weight_version=pulled.weight_version)
+        first = manifests[0]
+        if self.membership is None:
+            self.membership = self._member(first.model, first.revision, first.topology)
+            self.membership.join_later(*manifests, weight_version=pulled.weight_version)
         else:
-            self.membership = self._member(manifest.model, manifest.revision)
-            self.membership.join_later(manifest, weight_version=pulled.weight_version)
+            for manifest in manifests:
+                self.membership.publish(manifest, weight_version=pulled.weight_version)
         return self.membership
 
     def leave(self) -> None:
@@ -162,41 +132,37 @@ class Target:
 
     def _ask(self, request: PullRequest, control: Control) -> Grant:
         revision = request.wanted_revision
-        membership = self._member(request.model, revision)
+        membership = self._member(request.model, revision, request.world)
         membership.join()
         self.membership = membership
         control.check()
         return self._client.create_transfer(
-            self.binding,
+            self.bindings,
             model=request.model,
             revision=revision,
+            topology=request.world,
             deadline_s=request.deadline_s,
             idempotency_key=request.idempotency_key,
         )
 
-    def _member(self, model: str, revision: str | None) -> Membership:
-        return Membership(self._client, self.binding, model=model, revision=revision, source=self._source)
+    def _member(self, model: str, revision: str | None, topology: Topology) -> Membership:
+        return Membership(
+            self._client, self.bindings, model=model, revision=revision, topology=topology, source=self._sources
+        )
 
     def _fill(self, request: PullRequest, grant: Grant, control: Control, events: PullEvents) -> Pulled:
         """Fill under a grant, and report to the service until it is over, whichever way."""
-        with Reporter(self._client, grant.transfer_id, self.binding, control) as reporter:
-
-            def report(progress: RankProgress) -> None:
-                reporter.update(progress)
-                events.on_progress(progress)
-
-            filling = _Filling(request, control, replace(events, on_progress=report), grant)
+        with Reporter(self._client, grant.transfer_id, self.bindings, control) as reporter:
+            filling = _Filling(request, control, events, grant=grant, reporter=reporter)
             try:
-                pulled = filling.run(self._manifests(grant, control))
+                return filling.run(self.ranks, self._manifests(grant, control))
             except BaseException as error:
-                reporter.finish(_ended(reporter.newest, error), sources=[])
+                for rank in reporter.unfinished:
+                    reporter.finish(rank, _ended(reporter.newest(rank), error), sources=[])
                 raise
-            given = [(source.instance_id, source.rank, source.nbytes) for source in pulled.result.sources]
-            reporter.finish(reporter.newest, sources=given)
-            return pulled
 
     def _manifests(self, grant: Grant, control: Control) -> dict[str, Manifest]:
-        """What the sources hold; waits a while for a service that is just restarting."""
+        """What the sources hold, by digest, best first; waits a while for a service that is just restarting."""
         manifests: dict[str, Manifest] = {}
         ends_at = time.monotonic() + _SERVICE_RESTART_S
         for digest in dict.fromkeys(source.manifest for source in grant.sources):
@@ -213,71 +179,125 @@ class Target:
 class _Filling:
     """One request on its way from manifests to filled shells."""
 
-    def __init__(self, request: PullRequest, control: Control, events: PullEvents, grant: Grant | None = None) -> None:
+    def __init__(
+        self,
+        request: PullRequest,
+        control: Control,
+        events: PullEvents,
+        *,
+        grant: Grant | None = None,
+        reporter: Reporter | None = None,
+    ) -> None:
         self._request = request
         self._control = control
         self._events = events
         self._grant = grant
+        self._reporter = reporter
+        self._telling = threading.Lock()
 
-    def run(self, manifests: Mapping[str, Manifest]) -> Pulled:
+    def run(self, ranks: Sequence[int], manifests: Mapping[str, Manifest]) -> Pulled:
         request, grant = self._request, self._grant
-        sources = grant.sources if grant else ()
         held = list(manifests.values())
-        shells = request.shells or _allocate(request, held, grant)
-        self._events.on_plan(plan_pull(shells.manifest, held), shells.manifest)
-        result = fill(
-            shells,
-            Origins(endpoints=sources, manifests=manifests, checkpoint=request.checkpoint),
-            control=self._control,
-            options=request.options,
-            on_progress=self._events.on_progress,
-        )
-        _identify(shells, request, held)
+        self._check_there(held)
+        self._check_worlds(manifests)
+        prepared = {each.rank: each for each in prepare_shells(request, ranks, held, self._control)}
+        self._plan(list(prepared.values()), held)
+        results = for_each_rank(ranks, lambda rank: self._fill(prepared[rank], manifests), self._control)
+        if request.shells is not None:
+            # Put model, revision, config and specs into the manifest of shells that the caller built.
+            request.shells.identify(define_model(request, held))
         return Pulled(
-            shells=shells,
-            result=result,
+            ranks=tuple(
+                PulledRank(rank=rank, shells=prepared[rank].shells, result=result, tree=prepared[rank].tree)
+                for rank, result in zip(ranks, results, strict=True)
+            ),
             transfer_id=grant.transfer_id if grant else None,
-            weight_version=max((source.weight_version for source in sources), default=0),
-            seconds=result.seconds,
+            weight_version=max((source.weight_version for source in grant.sources), default=0) if grant else 0,
+            seconds=max(result.seconds for result in results),
             reasons=grant.reasons if grant else {},
         )
 
-
-def _allocate(request: PullRequest, manifests: list[Manifest], grant: Grant | None) -> Shells:
-    """Plain shells for every tensor that the sources or the local checkpoint know of."""
-    checkpoint = request.checkpoint
-    specs = specs_of(checkpoint) if checkpoint else ()
-    for manifest in manifests:
-        if checkpoint and manifest.checkpoint:
-            check_same_specs(specs, manifest.checkpoint)
-    if manifests:
-        layout = extended_layout(manifests[0], specs or manifests[0].checkpoint)
-    elif checkpoint:
-        layout = plain_layout(specs, identity_of(checkpoint, model=request.model, revision=request.revision))
-    else:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in (grant.reasons if grant else {}).items())
+    def _check_there(self, held: Sequence[Manifest]) -> None:
+        request = self._request
+        if held or request.checkpoint is not None or request.shells is not None:
+            return
+        given = self._grant.reasons if self._grant else {}
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in given.items())
         raise NotFoundError(
             f"model {request.model!r}: no source and no checkpoint to take it from; {reasons or 'no instance has it'}",
             kind="source",
             name=request.model,
         )
-    check_memory(layout.total_bytes, purpose=f"shells of {request.model!r}")
-    return Shells.allocate(layout)
 
+    def _check_worlds(self, manifests: Mapping[str, Manifest]) -> None:
+        """Of each instance all ranks have to be there: what one of them holds may be needed by any target rank."""
+        instances: defaultdict[str, dict[int, Manifest]] = defaultdict(dict)
+        for source in self._grant.sources if self._grant else ():
+            instances[source.instance_id][source.rank] = manifests[source.manifest]
+        for ranks in instances.values():
+            check_world(list(ranks.values()))
 
-def _identify(shells: Shells, request: PullRequest, manifests: list[Manifest]) -> None:
-    """Put model, revision, config and specs into the manifest of shells that the caller built."""
-    if request.shells is None:
-        return
-    known = manifests[0] if manifests else None
-    checkpoint = request.checkpoint
-    shells.identify(
-        ModelIdentity(
-            model=request.model,
-            revision=request.wanted_revision or (known.revision if known else ""),
-            config=known.config if known else checkpoint.config if checkpoint else None,
-            checkpoint=known.checkpoint if known else specs_of(checkpoint) if checkpoint else (),
+    def _plan(self, prepared: Sequence[RankShells], held: Sequence[Manifest]) -> None:
+        """Tell how each rank will be filled, and see that everything is somewhere before any of them begins."""
+        checkpoint = self._request.checkpoint
+        specs: dict[str, CheckpointSpec] = {spec.name: spec for spec in specs_of(checkpoint)} if checkpoint else {}
+        for each in prepared:
+            self._control.check()
+            layout = each.shells.manifest
+            plan = plan_pull(layout, held, Supply(on_disk=names_on_disk(layout, specs)))
+            if len(prepared) > 1:
+                check_servable(plan)
+            self._events.on_plan(plan, layout)
+
+    def _fill(self, prepared: RankShells, manifests: Mapping[str, Manifest]) -> FillResult:
+        rank = prepared.rank
+        newest = RankProgress()
+
+        def tell(progress: RankProgress) -> None:
+            nonlocal newest
+            newest = progress
+            if self._reporter is not None:
+                self._reporter.update(rank, progress)
+            with self._telling:
+                self._events.on_progress(rank, progress)
+
+        result = fill(
+            prepared.shells,
+            Origins(endpoints=self._endpoints(rank), manifests=manifests, checkpoint=self._request.checkpoint),
+            control=self._control,
+            options=self._request.options,
+            on_progress=tell,
         )
+        if self._reporter is not None:
+            given = [(source.instance_id, source.rank, source.nbytes) for source in result.sources]
+            self._reporter.finish(rank, _final(newest, result), sources=given)
+        return result
+
+    def _endpoints(self, rank: int) -> tuple[Endpoint, ...]:
+        return self._grant.ranks[rank] if self._grant else ()
+
+
+def _sealed(shells: Shells) -> Manifest:
+    """The manifest with digests of what lies in the shells now.
+
+    Raises:
+        IntegrityError: If that is not what was promised for them.
+    """
+    promised = {tensor.name: tensor.digest for tensor in shells.manifest.tensors if tensor.digest}
+    manifest = shells.seal()
+    for tensor in manifest.tensors:
+        if tensor.digest != promised.get(tensor.name, tensor.digest):
+            raise IntegrityError(f"tensor {tensor.name!r}: changed in memory after it was verified")
+    return manifest
+
+
+def _final(progress: RankProgress, result: FillResult) -> RankProgress:
+    """The last report of a rank that is ready: what has been counted, not what was foreseen."""
+    return replace(
+        progress,
+        bytes_total=max(progress.bytes_total, result.bytes_peer + result.bytes_disk),
+        bytes_peer=result.bytes_peer,
+        bytes_disk=result.bytes_disk,
     )
 
 

@@ -71,6 +71,14 @@ def test_inspect_explains_to_people_what_is_odd(lab: Lab, folder: Path) -> None:
     assert outcome.log == ""
 
 
+# D10
+def test_inspect_says_what_shared_storage_costs(lab: Lab, folder: Path) -> None:
+    answer = lab.run("inspect", folder, "--shared-by", 8, "--json").check(0)
+    assert [(odd["code"], odd["stage"]) for odd in diagnostics(answer)] == [("D10", "iteration")]
+    assert "8 ranks ask shared storage for the same file" in str(diagnostics(answer)[0]["detail"])
+    assert diagnostics(lab.run("inspect", folder, "--shared-by", 1, "--json").check(0)) == []
+
+
 # D03
 def test_inspect_foretells_a_load_that_would_be_refused(lab: Lab, tmp_path: Path) -> None:
     tensors = {name: tensor for name, tensor in decoder().items() if name != V_PROJ}
