@@ -28,7 +28,8 @@ ROOT = Path(__file__).parents[2]
 COMMAND = Path(sysconfig.get_path("scripts")) / "weightwire"
 MODEL = "org/tiny"
 # Members whose own keys are names of instances.
-KEYED_BY_NAME = {"reasons"}
+# Members whose keys are names or rank numbers, which differ from run to run.
+KEYED_BY_NAME = {"reasons", "bytes_per_target_rank"}
 EXAMPLE = re.compile(r"<!-- example: (?P<name>[^>]+?) -->\s*```json\n(?P<text>.*?)```", re.DOTALL)
 
 Json: TypeAlias = "dict[str, Json] | list[Json] | str | int | float | bool | None"
@@ -125,6 +126,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory, without_variables: None) -
         found["cancel"] = finished("cancel", transfer, *here[:2])
         found["load"] = finished("load", str(checkpoint), "--exclude", "norm.*")
         model = write_checkpoint(folder / "model", decoder(), DECODER)
+        two_stages = ("--from", "tp=2", "--to", "tp=1,pp=2")
+        found["plan without a service"] = finished("plan", "--config", str(model), *two_stages)
         found["load for a topology"] = finished("load", str(model), "--tp", "2")
         found["load that failed"] = finished("load", str(model), "--tp", "3")
         shutil.copy(model / "model.safetensors", model / "consolidated.safetensors")

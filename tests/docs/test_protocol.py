@@ -10,6 +10,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -25,7 +26,7 @@ from weightwire.service.server import running_service
 from weightwire.service.settings import Settings
 from weightwire.transfer.dtypes import BY_NAME
 from weightwire.transfer.errors import TransferError
-from weightwire.transfer.manifest import DEFAULT_CHUNK_BYTES, MAX_CHUNK_BYTES, Manifest, chunk_bounds
+from weightwire.transfer.manifest import DEFAULT_CHUNK_BYTES, MAX_CHUNK_BYTES, Manifest, Topology, chunk_bounds
 from weightwire.transfer.problems import problem_of, status_for
 from weightwire.transfer.regions import Region
 from weightwire.transfer.shells import Shells
@@ -49,6 +50,13 @@ def answer(name: str) -> Json:
     match = re.search(rf"<!-- answer: {re.escape(name)} -->\s*```json\n(.*?)```", PAGE, re.DOTALL)
     assert match, name
     return cast(Json, json.loads(match[1]))
+
+
+def granted(grant: dict[str, Json]) -> list[list[Json]]:
+    """The sources of the only target rank, in order, without what is new in each run."""
+    facts = ("instance_id", "epoch", "rank", "generation", "url", "weight_version")
+    [rank] = cast("list[dict[str, Json]]", grant["ranks"])
+    return [[source[fact] for fact in facts] for source in cast("list[dict[str, Json]]", rank["sources"])]
 
 
 def manifest() -> Manifest:
@@ -93,6 +101,7 @@ def test_control_plane_answers_as_documented(service: httpx.Client) -> None:
 
     name = "PUT /v1/instances/source-1"
     assert differences(answer(name), send(name, status=200)) == []
+    send("PUT /v1/instances/source-2", status=200)
     send("PUT /v1/instances/target-1", status=200)
 
     name = "PUT /v1/instances/source-1/ranks/0/manifest"
@@ -102,6 +111,16 @@ def test_control_plane_answers_as_documented(service: httpx.Client) -> None:
     announced = REQUESTS[name]
     assert isinstance(announced, dict)
     assert send(name, status=200, body={**announced, "manifest": REQUESTS["manifest"]}) == answer(name)
+    for rank in (0, 1):
+        half = replace(manifest(), topology=Topology(tp=2), rank=rank)
+        publication: Json = {
+            "epoch": 1500,
+            "generation": 1500,
+            "weight_version": 1,
+            "digest": half.digest,
+            "manifest": json.loads(half.text),
+        }
+        send(f"PUT /v1/instances/source-2/ranks/{rank}/manifest", status=200, body=publication)
 
     name = "POST /v1/transfers"
     grant = send(name, status=201)
@@ -112,6 +131,7 @@ def test_control_plane_answers_as_documented(service: httpx.Client) -> None:
     assert [grant[key] for key in ("state", "revision", "weight_version", "reasons")] == [
         documented[key] for key in ("state", "revision", "weight_version", "reasons")
     ]
+    assert granted(grant) == granted(documented)
 
     text = service.get(f"/v1/manifests/{manifest().digest}").content
     assert hashlib.sha256(text).hexdigest() == manifest().digest
@@ -161,7 +181,7 @@ def test_manifest_table_names_every_member() -> None:
         name for cell, _ in table(PAGE, "Manifests") for name in re.findall(r"[a-z_]+", cell.replace("tensors[].", ""))
     }
     value = json.loads(manifest().text)
-    assert rows == value.keys() - {"tensors"} | value["tensors"][0].keys() | {"strides"}
+    assert rows == value.keys() - {"tensors"} | value["tensors"][0].keys() | {"strides", "constants"}
 
 
 def test_canonical_text_escapes_what_the_page_says() -> None:
@@ -309,6 +329,25 @@ def test_problem_example_is_what_an_error_becomes() -> None:
     example = cast("dict[str, Json]", REQUESTS["problem"])
     kind = next(kind for kind in all_errors() if kind.code == example["code"])
     assert problem_of(kind(str(example["detail"]))) == example
+
+
+def test_get_routes_take_a_rank_as_documented(source: http.client.HTTPConnection) -> None:
+    def ask(path: str) -> tuple[int, Json]:
+        source.request("GET", path)
+        got = source.getresponse()
+        body = got.read()
+        return got.status, cast(Json, json.loads(body)) if got.getheader("Content-Type", "").endswith("json") else None
+
+    for query in ("", "?rank=0"):
+        assert ask(f"/readyz{query}") == (200, answer("GET /readyz"))
+    for path in ("/readyz", "/v1/tensors/weight", "/v1/export.safetensors"):
+        assert ask(f"{path}?rank=0")[0] == 200
+        status, problem = ask(f"{path}?rank=1")
+        assert isinstance(problem, dict)
+        assert (status, problem["code"], problem["kind"]) == (404, "not_found", "rank")
+        status, problem = ask(f"{path}?tensor=1")
+        assert isinstance(problem, dict)
+        assert (status, problem["code"]) == (400, "request_invalid")
 
 
 def test_limits_are_those_of_the_code() -> None:
