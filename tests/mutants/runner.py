@@ -31,7 +31,19 @@ from tests.mutants import origin
 ROOT = Path(__file__).parents[2]
 LIST = Path(__file__).with_name("mutations.toml")
 PACKAGES = ("transfer", "service", "engine_hooks")
-FAMILIES = ("files", "order", "iterators", "names", "experts", "drops", "shells", "slices", "padding")
+FAMILIES = (
+    "files",
+    "order",
+    "iterators",
+    "names",
+    "experts",
+    "drops",
+    "shells",
+    "slices",
+    "padding",
+    "placements",
+    "plans",
+)
 LEAST_PER_FAMILY = 2
 LIMIT_S = 100.0
 
