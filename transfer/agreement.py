@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from weightwire.transfer.coverage import count_coverage
@@ -45,11 +46,11 @@ def check_world(manifests: Sequence[Manifest]) -> None:
                 model=first.model,
                 rank=other.rank,
             )
-    ranks = [manifest.rank for manifest in manifests]
+    ranks = Counter(manifest.rank for manifest in manifests)
     for rank in range(first.topology.world_size):
-        if ranks.count(rank) != 1:
+        if ranks[rank] != 1:
             raise ManifestMismatchError(
-                f"model {first.model!r} rank {rank}: {ranks.count(rank)} manifests, expected one for each of the "
+                f"model {first.model!r} rank {rank}: {ranks[rank]} manifests, expected one for each of the "
                 f"{first.topology.world_size} ranks of {first.topology}",
                 model=first.model,
                 rank=rank,
@@ -116,16 +117,17 @@ def disagreement(manifest: Manifest, others: Iterable[Manifest]) -> str | None:
 
 
 def check_specs(target: Manifest, specs: Mapping[str, CheckpointSpec]) -> None:
-    """Check the checkpoint on disk against the target's whole tensors, and the checkpoint that it is laid out for.
+    """Check the checkpoint on disk against the one that the target is laid out for, else against its whole tensors.
 
-    Names that only one side knows are no conflict.
+    Names that only one side knows are no conflict. A target that knows the checkpoint's dtypes may have others itself:
+    its loader converts.
 
     Raises:
         ManifestMismatchError: With all conflicts in `facts["conflicts"]`.
     """
     conflicts: list[Conflict] = []
-    wanted: dict[str, TensorEntry | CheckpointSpec] = {spec.name: spec for spec in target.checkpoint}
-    wanted |= {name: target.by_name[name] for name in target.whole}
+    wanted: dict[str, TensorEntry | CheckpointSpec] = {name: target.by_name[name] for name in target.whole}
+    wanted |= {spec.name: spec for spec in target.checkpoint}
     for name, ours in wanted.items():
         spec = specs.get(name)
         if spec is not None:
@@ -189,8 +191,10 @@ def _conflicts(target: Manifest, source: Manifest) -> Iterator[Conflict]:
         held = source.by_name.get(tensor.name)
         if held is None or (tensor.name not in common and tensor.is_placed and held.is_placed):
             continue
-        if held.state != tensor.state:
-            # Another thing under the name, perhaps of another dtype: it is not taken, and in nobody's way.
+        if held.state != tensor.state or (
+            held.dtype != tensor.dtype and _is_converted((target, tensor), (source, held))
+        ):
+            # Another thing under the name: it is not taken, and in nobody's way.
             continue
         yield from _differences(tensor.name, (tensor.dtype, tensor.shape), (held.dtype, held.shape))
         if tensor.name not in target.tied:
@@ -203,6 +207,13 @@ def _conflicts(target: Manifest, source: Manifest) -> Iterator[Conflict]:
                 "source": f"not that of {first.name!r}",
                 "target": f"tied to {first.name!r}",
             }
+
+
+def _is_converted(one: tuple[Manifest, TensorEntry], other: tuple[Manifest, TensorEntry]) -> bool:
+    """Whether one side holds a tensor as the checkpoint of the other side has it, which was converted there."""
+    name = one[1].name
+    sides = (one[0].specs.get(name), other[1].dtype), (other[0].specs.get(name), one[1].dtype)
+    return any(spec is not None and spec.dtype == dtype for spec, dtype in sides)
 
 
 def _differences(

@@ -9,16 +9,18 @@ storage to storage. What is made of no boxes is not described here (`views_of` g
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise, product
+from itertools import product
 
 from weightwire.transfer.errors import ManifestError
 from weightwire.transfer.placement import Pattern, PlacedPiece
 from weightwire.transfer.regions import Region, row_major, row_major_strides
 
-# Cells times boxes of one tensor: far more than ranks of any real topology give, and soon over if somebody claims more.
-_MOST_COMPARISONS = 1 << 24
+# Cells of one tensor, and those of each box in them: far more than ranks of any real topology give, and soon over if
+# somebody claims more.
+_MOST_CELLS = 1 << 20
 # Slots that one scalar is written into: as many as a layer has experts.
 _MOST_REPEATS = 1 << 12
 
@@ -154,19 +156,26 @@ def cells(box: Box, held: Sequence[Box]) -> list[tuple[Box, tuple[int, ...]]]:
         ManifestError: If it would come to millions of parts.
     """
     met = [(number, part) for number, other in enumerate(held) if (part := box.meet(other)) is not None]
-    bounds = []
-    for axis, (begin, end) in enumerate(zip(box.begins, box.ends, strict=True)):
-        cuts = {begin, end}
-        for _, part in met:
-            cuts.update((part.begins[axis], part.ends[axis]))
-        bounds.append(list(pairwise(sorted(cuts))))
-    count = math.prod(map(len, bounds))
-    if count * max(1, len(met)) > _MOST_COMPARISONS:
+    cuts = [
+        sorted({begin, end, *(bound for _, part in met for bound in (part.begins[axis], part.ends[axis]))})
+        for axis, (begin, end) in enumerate(zip(box.begins, box.ends, strict=True))
+    ]
+    at = [{cut: number for number, cut in enumerate(bounds)} for bounds in cuts]
+    spans = [
+        [range(of[low], of[high]) for of, low, high in zip(at, part.begins, part.ends, strict=True)] for _, part in met
+    ]
+    count = math.prod(len(bounds) - 1 for bounds in cuts)
+    if count + sum(math.prod(map(len, span)) for span in spans) > _MOST_CELLS:
         raise ManifestError(f"placements: {len(met)} pieces cut a tensor into {count} parts, expected far fewer")
-    found: list[tuple[Box, tuple[int, ...]]] = []
-    for ranges in product(*bounds):
-        part = Box(begins=tuple(low for low, _ in ranges), sizes=tuple(high - low for low, high in ranges))
-        found.append((part, tuple(number for number, other in met if other.contains(part))))
+    members: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+    for (number, _), span in zip(met, spans, strict=True):
+        for place in product(*span):
+            members[place].append(number)
+    found = list[tuple[Box, tuple[int, ...]]]()
+    for place in product(*(range(len(bounds) - 1) for bounds in cuts)):
+        begins, ends = (tuple(bounds[i + more] for i, bounds in zip(place, cuts, strict=True)) for more in (0, 1))
+        sizes = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
+        found.append((Box(begins=begins, sizes=sizes), tuple(members.get(place, ()))))
     return found
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from weightwire.transfer.regions import Region
-from weightwire.transfer.runs import NO_RUNS, Runs, merged_runs, runs_of
+from weightwire.transfer.runs import NO_RUNS, Runs, check_countable, merged_runs, runs_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +39,12 @@ def count_coverage(shell: Region, written: Iterable[Region]) -> Coverage:
     Args:
         shell: Its elements in a storage; no element twice.
         written: Regions of the same storage, in any order.
+
+    Raises:
+        RegionError: If there are far more runs than any cut of a tensor gives.
     """
-    regions = [region for region in written if region.numel]
+    regions = [region.in_memory_order() for region in written if region.numel]
+    check_countable(regions)
     total = sum(region.numel for region in regions)
     union = _union(regions)
     covered = _total(union)

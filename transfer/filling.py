@@ -134,7 +134,11 @@ class _Filling:
         self._specs = {spec.name: spec for spec in specs_of(origins.checkpoint)} if origins.checkpoint else {}
         self._on_disk: Set[str] = names_on_disk(self._target, self._specs)
         # Whole tensors under the checkpoint's own names, which can be compared with it.
-        self._published = self._target.whole & self._specs.keys()
+        self._published = {
+            name
+            for name in self._target.whole & self._specs.keys()
+            if self._specs[name].dtype == self._target.by_name[name].dtype
+        }
 
     def run(self, options: PullOptions | None) -> FillResult:
         began = time.monotonic()

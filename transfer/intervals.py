@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from weightwire.transfer.regions import Region
-from weightwire.transfer.runs import merged_runs, runs_of
+from weightwire.transfer.runs import Runs, merged_runs, runs_of
 
 # Up to here it is faster to add runs one by one than to make arrays of them.
 _FEW_RUNS = 16
@@ -75,13 +75,26 @@ class IntervalSet:
         if _is_dense(region):
             return False
         begins, ends = runs_of(region)
-        low = bisect_left(self._ends, region.offset)
-        high = bisect_right(self._begins, region.end)
-        if low == high:
+        held = self._around(region)
+        if not len(held[0]):
             return False
-        held = np.array(self._begins[low:high], dtype=np.int64), np.array(self._ends[low:high], dtype=np.int64)
         at = np.searchsorted(held[0], begins, side="right") - 1
         return bool(((at >= 0) & (held[1][at] >= ends)).all())
+
+    def touches_region(self, region: Region) -> bool:
+        """True if any element of a region is in the set."""
+        held = self._around(region)
+        if not len(held[0]) or not region.numel:
+            return False
+        begins, ends = runs_of(region)
+        at = np.searchsorted(held[0], ends, side="left") - 1
+        return bool(((at >= 0) & (held[1][at] > begins)).any())
+
+    def _around(self, region: Region) -> Runs:
+        """The intervals that may have elements of a region."""
+        low = bisect_left(self._ends, region.offset)
+        high = bisect_right(self._begins, region.end)
+        return np.array(self._begins[low:high], dtype=np.int64), np.array(self._ends[low:high], dtype=np.int64)
 
     def covers(self, begin: int, end: int) -> bool:
         """True if every integer of `[begin, end)` is in the set."""

@@ -22,7 +22,7 @@ from weightwire.transfer.collector import collector_paused
 from weightwire.transfer.dtypes import BY_NAME
 from weightwire.transfer.errors import ManifestError, TransferError
 from weightwire.transfer.placement import Pattern, PlacedConstant, PlacedPiece, is_whole
-from weightwire.transfer.regions import MAX_ELEMENTS, Region, row_major_strides
+from weightwire.transfer.regions import MAX_DIMENSIONS, MAX_ELEMENTS, Region, row_major_strides
 
 FORMAT = 2
 DEFAULT_CHUNK_BYTES = 1 << 20
@@ -120,6 +120,13 @@ class CheckpointSpec:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        # The number of sizes first: the product of thousands of them takes long.
+        is_small = len(self.shape) <= MAX_DIMENSIONS and max((1, *self.shape)) <= MAX_ELEMENTS
+        if not is_small or math.prod(self.shape) > MAX_ELEMENTS:
+            raise ManifestError(
+                f"checkpoint tensor {self.name!r}: has {len(self.shape)} dimensions, or 2^63 elements or more, "
+                f"expected fewer elements and at most {MAX_DIMENSIONS} dimensions"
+            )
         if self.dtype not in BY_NAME or min((0, *self.shape)) < 0:
             raise ManifestError(f"checkpoint tensor {self.name!r}: {self.dtype!r} {list(self.shape)} cannot be")
 
@@ -244,6 +251,11 @@ class Manifest:
     @cached_property
     def by_name(self) -> Mapping[str, TensorEntry]:
         return {tensor.name: tensor for tensor in self.tensors}
+
+    @cached_property
+    def specs(self) -> Mapping[str, CheckpointSpec]:
+        """The checkpoint's tensors by name."""
+        return {spec.name: spec for spec in self.checkpoint}
 
     @cached_property
     def whole(self) -> frozenset[str]:

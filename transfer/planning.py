@@ -13,7 +13,7 @@ from functools import cached_property
 
 from weightwire.transfer.agreement import check_agreement, check_placement, holds_the_same, missing_elements
 from weightwire.transfer.collector import collector_paused
-from weightwire.transfer.errors import CoverageError
+from weightwire.transfer.errors import CoverageError, ManifestError
 from weightwire.transfer.intervals import IntervalSet
 from weightwire.transfer.manifest import Manifest, TensorEntry
 from weightwire.transfer.placement import PlacedPiece
@@ -22,6 +22,9 @@ from weightwire.transfer.regions import Region
 from weightwire.transfer.resharding import PlacedSources, Portion, Shapes, shapes_of
 from weightwire.transfer.sharing import Holders, Shares, even_shares, share_out
 from weightwire.transfer.units import Unit, dealt, merged, missing_positions, run
+
+# Of one rank; each is a copy, or half a kilobyte of memory at least. The largest models have half a million.
+_MOST_PARTS = 1 << 21
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +160,7 @@ class _Planning:
         # Writing to a tensor that overlaps another one has to leave out what the other one writes.
         self._entangled = entangled(target)
         self._planned = IntervalSet()
+        self._num_parts = 0
         # Asked for only when a tensor needs it: most targets of a source's own topology never do.
         self._placed = placed
         self._live = [index for index in range(len(sources)) if index not in supply.lost]
@@ -241,7 +245,7 @@ class _Planning:
             return None
         draft = _Draft("identical", "same layout")
         if not alike:
-            draft = _Draft("reshard", "same elements, other strides: gathered by the source")
+            draft = _Draft("reshard", "same elements, another layout: gathered by the source")
         region = self._target.flat_region(tensor)
         holders = [(index, self._sources[index].flat_region(held)) for index, held in alike or others]
         is_run = len(region.shape) == 1 and region.strides == (1,)
@@ -263,6 +267,7 @@ class _Planning:
                 absent.setdefault(piece.name, "its part of the tensor is no box")
                 self._leave_to_disk(draft, tensor, piece)
                 continue
+            self._count_parts(len(portions))
             given = portions if self._is_complete else [self._live_part(portion) for portion in portions]
             if given and not any(portion.holders for portion in given):
                 absent.setdefault(piece.name, self._why_absent(piece.name, tensor.dtype))
@@ -282,6 +287,14 @@ class _Planning:
         if absent:
             draft.way = "disk"
         return draft
+
+    def _count_parts(self, count: int) -> None:
+        self._num_parts += count
+        if self._num_parts > _MOST_PARTS:
+            raise ManifestError(
+                f"model {self._target.model!r} rank {self._target.rank}: its pieces are cut into more than "
+                f"{_MOST_PARTS} parts, expected far fewer"
+            )
 
     @cached_property
     def _shapes(self) -> Shapes:

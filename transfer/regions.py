@@ -14,6 +14,8 @@ from weightwire.transfer.errors import RegionError
 
 # Torch and C agree on signed 64-bit sizes; nothing beyond can be addressed.
 MAX_ELEMENTS = 2**63 - 1
+# Numpy's limit. Without one, a short text could name sizes whose product takes minutes.
+MAX_DIMENSIONS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +33,8 @@ class Region:
     strides: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        if len(self.shape) > MAX_DIMENSIONS:
+            raise RegionError(f"region: {len(self.shape)} dimensions, expected at most {MAX_DIMENSIONS}")
         if len(self.shape) != len(self.strides):
             raise RegionError(f"region: {len(self.shape)} sizes and {len(self.strides)} strides, expected as many")
         if self.offset < 0 or min((0, *self.shape, *self.strides)) < 0:
@@ -64,9 +68,11 @@ class Region:
     @property
     def overlaps_itself(self) -> bool:
         """True unless it is certain that no element occurs twice: each stride steps over all smaller ones."""
+        if 0 in self.shape:
+            return False
         reach = 0
         for stride, size in sorted(zip(self.strides, self.shape, strict=True)):
-            if size > 1 and self.numel:
+            if size > 1:
                 if stride <= reach:
                     return True
                 reach += stride * (size - 1)

@@ -40,6 +40,10 @@ class Portion(NamedTuple):
     runtime: Region
 
 
+# Of all tensors, each pair of patterns once: real models have thousands.
+_MOST_CELLS = 1 << 21
+
+
 # A piece that a source has: the number of the source, the flat byte of the piece's first element, and the number of its
 # kind, which is its pattern at its place in the checkpoint tensor. A plain tuple: there are hundreds of thousands.
 _Held = tuple[int, int, int]
@@ -70,6 +74,7 @@ class PlacedSources:
         self._kinds: dict[tuple[Pattern, int], int] = {}
         self._templates: dict[object, list[_Template] | None] = {}
         self._views: dict[object, tuple[BoxView, ...] | None] = {}
+        self._num_cells = 0
         for number, source in enumerate(sources):
             self._add(number, source)
         self._patterns = list(self._kinds)
@@ -168,7 +173,7 @@ class PlacedSources:
         ]
         found: defaultdict[tuple[int, ...], int] = defaultdict(int)
         if 0 not in shape:
-            for part, members in cells(_whole(shape).box, [view.box for _, view in offered]):
+            for part, members in self._cells(_whole(shape).box, [view.box for _, view in offered]):
                 found[tuple(sorted({offered[member][0] for member in members}))] += math.prod(part.sizes)
         return [(holders, numel) for holders, numel in found.items() if holders]
 
@@ -206,7 +211,7 @@ class PlacedSources:
         ]
         found: list[_Template] = []
         for view in wanted:
-            for part, members in cells(view.box, [other.box for _, other in offered]):
+            for part, members in self._cells(view.box, [other.box for _, other in offered]):
                 holders = {offered[member][0]: offered[member][1].region(part) for member in members}
                 runtime = view.region(part)
                 found.append(
@@ -217,6 +222,14 @@ class PlacedSources:
                         runtime=runtime,
                     )
                 )
+        return found
+
+    def _cells(self, box: Box, held: Sequence[Box]) -> list[tuple[Box, tuple[int, ...]]]:
+        """As `cells`, for no more of them, taken together, than can be meant."""
+        found = cells(box, held)
+        self._num_cells += len(found)
+        if self._num_cells > _MOST_CELLS:
+            raise ManifestError(f"placements: cut tensors into more than {_MOST_CELLS} parts, expected far fewer")
         return found
 
     def _views_of(self, pattern: Pattern, begin: int, shape: Shape) -> tuple[BoxView, ...] | None:

@@ -66,10 +66,10 @@ def _gaps(region: Region, covered: IntervalSet) -> Iterator[tuple[int, int]]:
         for low, high in covered.missing(region.offset, region.offset + region.numel):
             yield low - region.offset, high - region.offset
         return
-    gaps = list(covered.missing(region.offset, region.end))
-    if gaps == [(region.offset, region.end)]:
+    # Looked at as a whole: the rows of its neighbours lie in between, so that each row would be a gap.
+    if not covered.touches_region(region):
         yield 0, region.numel
-    elif gaps:
+    elif not covered.covers_region(region):
         half = region.shape[0] // 2 * (region.numel // region.shape[0]) or region.numel // 2
         for begin, end in ((0, half), (half, region.numel)):
             at = begin

@@ -34,7 +34,8 @@ def loaded(checkpoint: Callable[[str], Path]) -> Callable[[str, Topology, int], 
     return cache(lambda name, topology, rank: load_rank(checkpoint(name), topology, rank))
 
 
-@pytest.fixture(scope="session")
+# Of the module: their threads must not be there any more when tests of other packages look for some that were left.
+@pytest.fixture(scope="module")
 def source(loaded: Callable[[str, Topology, int], Shells]) -> Iterator[Callable[[str, Topology], Instance]]:
     """An instance that serves a model in a topology."""
     with contextlib.ExitStack() as stack:

@@ -321,6 +321,9 @@ def test_tensors_hold_the_same_if_their_placements_say_so_whatever_their_ranks()
     assert not same(first, replace(first, dtype="int32"))
     assert not same(first, replace(first, shape=(4, 1), strides=(1, 1)))
     assert not same(first, replace(first, placement=(rows_of_w(0, 1), rows_of_w(2, 1, at=1))))
+    apart = replace(first, placement=(rows_of_w(0, 1), rows_of_w(2, 1, at=1)))
+    assert same(apart, apart)
+    assert not same(apart, replace(first, placement=(rows_of_w(0, 1, at=1), rows_of_w(2, 1))))
 
 
 def test_tensors_hold_the_same_wherever_in_their_storages_they_lie() -> None:
@@ -361,8 +364,10 @@ def test_tensors_after_post_processing_hold_the_same_in_one_layout_alone() -> No
 
 
 def test_tensor_of_another_state_contradicts_nobody() -> None:
-    kernel = replace(entry("w", 4, rows_of_w(0, 4)), state="final", dtype="int8", shape=(8, 4), strides=(4, 1))
+    kernel = replace(entry("w", 4), state="final", dtype="int8", shape=(8, 4), strides=(4, 1))
     check_agreement(TARGET, [rank_of(0, kernel, tp=1)])
+    with pytest.raises(ManifestMismatchError, match="dtype is int8 on the source, float32 on the target"):
+        check_agreement(TARGET, [rank_of(0, replace(kernel, state="placed"), tp=1)])
 
 
 def test_disagreement_is_a_value_of_two_digests_where_both_mean_the_same() -> None:

@@ -281,3 +281,11 @@ def test_cells_without_end_are_refused_before_they_are_made() -> None:
     held = [Box(begins=(at, at), sizes=(1, 1)) for at in range(size)]
     with pytest.raises(ManifestError, match="4096 pieces cut a tensor into 16777216 parts"):
         cells(Box(begins=(0, 0), sizes=(size, size)), held)
+
+
+def test_cells_of_a_diagonal_are_found_without_comparing_each_with_each() -> None:
+    size = 1 << 9
+    held = [Box(begins=(at, at), sizes=(1, 1)) for at in range(size)]
+    found = cells(Box(begins=(0, 0), sizes=(size, size)), held)
+    assert [members for part, members in found if members] == [(at,) for at in range(size)]
+    assert len(found) == size * size

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from itertools import product
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from weightwire.transfer.coverage import Coverage, count_coverage
+from weightwire.transfer.errors import RegionError
 from weightwire.transfer.regions import Region, row_major
 
 boxes = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9)), max_size=3).flatmap(
@@ -53,3 +55,9 @@ def test_columns_and_their_padding_make_a_whole_past_the_range_of_32_bits() -> N
 
 def test_an_empty_shell_is_covered_by_nothing() -> None:
     assert count_coverage(row_major((0, 3)), []).is_exact
+
+
+def test_more_runs_than_memory_can_count_are_refused_though_no_region_has_too_many() -> None:
+    columns = [Region(offset=at, shape=(1 << 23,), strides=(8,)) for at in (0, 2, 4)]
+    with pytest.raises(RegionError, match="alone or with others"):
+        count_coverage(row_major((1 << 26,)), columns)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import groupby, pairwise
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from weightwire.transfer.filling import FillResult, Origins, fill
 from weightwire.transfer.layouts import Layout, ModelIdentity
 from weightwire.transfer.manifest import CheckpointSpec, Manifest, Topology
 from weightwire.transfer.placement import PlacedConstant, PlacedPiece, ShellPlacement
-from weightwire.transfer.regions import Region
+from weightwire.transfer.regions import Region, row_major
 from weightwire.transfer.session import RankProgress, TransferState
 from weightwire.transfer.shells import Shells
 from weightwire.transfer.wire.puller import PullOptions
@@ -112,6 +113,19 @@ def test_peers_alone(serve: Serve) -> None:
     assert (result.bytes_peer, result.bytes_disk) == (240, 0)
     assert [(given.instance_id, given.rank, given.nbytes) for given in result.sources] == [("s", 0, 240)]
     assert result.failures == ()
+
+
+def test_target_that_wants_a_tensor_several_times_asks_no_source_for_more_than_it_holds(serve: Serve) -> None:
+    one = filled("float32", (4, 8))
+    piece = PlacedPiece.of("w", checkpoint=row_major((4, 8)), runtime=row_major((4, 8)))
+    slots = {f"slot{number}": torch.full((4, 8), 7.0) for number in range(5)}
+    layout = Layout.of(slots, ModelIdentity(model=""), dict.fromkeys(slots, ShellPlacement(pieces=(piece,))))
+    where = origins(source(serve, {"w": one}))
+    result = fill(
+        Shells.from_layout(layout), where, control=Control(deadline_s=PATIENCE_S), options=replace(OPTIONS, streams=1)
+    )
+    assert all(slot.equal(one) for slot in slots.values())
+    assert (result.bytes_peer, result.failures) == (5 * 128, ())
 
 
 def test_disk_alone(on_disk: MakeCheckpoint) -> None:

@@ -75,6 +75,7 @@ def test_set_holds_the_elements_of_regions_and_tells_which_it_holds(
     assert all(left[1] < right[0] for left, right in pairwise(found))
     assert found.covers_region(asked) == (elements(asked) <= expected)
     assert all(found.covers_region(region) for region in added)
+    assert found.touches_region(asked) == bool(elements(asked) & expected)
 
 
 @given(INTERVALS, regions())

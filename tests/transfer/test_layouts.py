@@ -7,7 +7,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from weightwire.transfer.errors import ManifestError, RegionError
+from weightwire.transfer.errors import ManifestError
 from weightwire.transfer.layouts import Layout, ModelIdentity, extended_layout, plain_layout
 from weightwire.transfer.manifest import CheckpointSpec, Topology
 from weightwire.transfer.placement import PlacedConstant, PlacedPiece, ShellPlacement, place_whole
@@ -73,7 +73,7 @@ def test_layout_of_a_name_twice_is_refused() -> None:
 
 
 def test_layout_past_what_can_be_addressed_is_refused() -> None:
-    with pytest.raises(RegionError, match=r"2\^63"):
+    with pytest.raises(ManifestError, match=r"2\^63"):
         plain_layout([CheckpointSpec(name="w", dtype="int8", shape=(2**40, 2**40))], IDENTITY)
 
 

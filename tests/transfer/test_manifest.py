@@ -681,3 +681,9 @@ def test_fingerprint_does_not_depend_on_the_order_of_facts() -> None:
     assert one_way == layout_fingerprint(
         engine="e", dtype="int8", shape=(), strides=(), facts=dict(reversed(facts.items()))
     )
+
+
+def test_checkpoint_tensor_of_sizes_without_end_is_refused_before_they_are_multiplied() -> None:
+    for shape in ((10**18,) * 20_000, (2**62, 2, 2)):
+        with pytest.raises(ManifestError, match=r"2\^63 elements or more"):
+            CheckpointSpec(name="a", dtype="int8", shape=shape)

@@ -488,6 +488,18 @@ def test_lost_source_is_not_planned_for_and_what_only_it_had_is_nowhere() -> Non
     assert [plan.source_bytes(number) for number in range(3)] == [0, 6 * 16, 6 * 16]
 
 
+def test_disk_is_asked_for_what_was_not_there_when_the_last_source_was_lost_and_for_no_more() -> None:
+    base = FUSED.storage_bases[1]
+    covered = IntervalSet([(base, base + 2 * 16)])
+    plan = plan_pull(FUSED, [half(0), half(1)], Supply(lost={0, 1}, on_disk=frozenset("qkvo"), covered=covered))
+    (piece,) = (piece for piece in plan.disk if piece.tensor == "attn.o")
+    assert (piece.checkpoint, piece.runtime.coalesced()) == (
+        Region(offset=8, shape=(2, 4), strides=(4, 1)), row_major((8,), offset=8),
+    )  # fmt: skip
+    assert plan.ways[1].disk_nbytes == 2 * 16
+    assert plan.ways[0].disk_nbytes == sum(p.runtime.numel for p in plan.disk if p.tensor == "attn.qkv") * 4 == 8 * 16
+
+
 # Fair shares
 
 

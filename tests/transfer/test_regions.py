@@ -282,3 +282,8 @@ def test_region_past_what_can_be_addressed_is_refused(make: Callable[[], Region]
 
 def test_region_up_to_what_can_be_addressed_is_taken() -> None:
     assert row_major((MAX_ELEMENTS,)).end == MAX_ELEMENTS
+
+
+def test_region_of_more_dimensions_than_a_tensor_has_is_refused_before_its_size_is_computed() -> None:
+    with pytest.raises(RegionError, match="20000 dimensions, expected at most 64"):
+        Region(offset=0, shape=(2,) * 19_999 + (0,), strides=(0,) * 20_000)

@@ -101,6 +101,15 @@ def test_units_are_dealt_whole_or_in_parts_and_each_holder_gets_about_its_share(
     assert all(abs(loads[holder] - share) <= 2 * 128 * KIB for holder, share in shares.items())
 
 
+def test_what_each_cut_leaves_over_does_not_pile_up_on_the_last_holder() -> None:
+    """Shares that end just before a place where a unit may be cut."""
+    share = 6 * 64 * KIB - 1
+    found = list(dealt([unit(row_major((12 * share,)))], dict.fromkeys(range(12), share)))
+    loads = Counter({holder: part.nbytes for part, holder in found})
+    assert sum(loads.values()) == 12 * share
+    assert all(abs(loads[holder] - share) <= 64 * KIB for holder in range(12))
+
+
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 4), st.booleans()), max_size=8), st.integers(-3, 3))
 def test_merged_copies_are_the_same_bytes_in_the_order_of_the_source(
     spans: list[tuple[int, int, bool]], shift: int

@@ -87,11 +87,16 @@ def _unverified(claim: Iterable[Segment], verified_bytes: int) -> Iterator[Segme
 class Ledger:
     """The segments that sources of one manifest share. Thread-safe."""
 
-    def __init__(self, segments: Iterable[Segment], *, num_streams: int) -> None:
+    def __init__(self, segments: Iterable[Segment], *, num_streams: int, most_bytes: int = _MAX_CLAIM_BYTES) -> None:
+        """Args:
+        most_bytes: Of a claim. A source refuses to send more at once than it holds, and a target that has an expert
+            in several slots wants some of it several times.
+        """
         self._waiting = deque(segments)
         self._waiting_bytes = sum(segment.nbytes for segment in self._waiting)
         self._out = 0
         self._num_streams = num_streams
+        self._most_bytes = min(most_bytes, _MAX_CLAIM_BYTES)
         self._changed = threading.Condition()
         self._closed = False
 
@@ -114,7 +119,7 @@ class Ledger:
             if self._closed:
                 return []
             share = self._waiting_bytes * 7 // (8 * self._num_streams)
-            limit = min(max(share, _MIN_CLAIM_BYTES), _MAX_CLAIM_BYTES)
+            limit = min(max(share, _MIN_CLAIM_BYTES), self._most_bytes)
             taken: list[Segment] = []
             size = 0
             while self._waiting and (

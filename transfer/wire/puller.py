@@ -136,6 +136,8 @@ class Puller:
         self._manifests = manifests
         self._digests = list(dict.fromkeys(endpoint.manifest for endpoint in endpoints))
         self._lanes = [_Lane(endpoint, manifests[endpoint.manifest], self.options) for endpoint in endpoints]
+        for lane in self._lanes:
+            lane.neighbours = [other for other in self._lanes if other.process == lane.process]
         self._collect_failures()
 
     def __enter__(self) -> Puller:
@@ -195,7 +197,9 @@ class Puller:
             lanes = [lane for lane in self._lanes if lane.error is None and lane.manifest is manifest]
             num_streams = max(1, len(lanes)) * self.options.streams
             ledgers[manifest.digest] = Ledger(
-                cut_segments(manifest, copies, num_streams=num_streams), num_streams=num_streams
+                cut_segments(manifest, copies, num_streams=num_streams),
+                num_streams=num_streams,
+                most_bytes=manifest.total_bytes,
             )
         work = _Work(shells=self._shells, coverage=self.coverage, control=control, on_bytes=on_bytes)
         threads = [
@@ -259,10 +263,12 @@ class _Lane:
 
     Attributes:
         error: Why it was given up, once it was.
+        neighbours: The lanes to all ranks that the same process serves, this one among them.
     """
 
     def __init__(self, endpoint: Endpoint, manifest: Manifest, options: PullOptions) -> None:
         self.endpoint = endpoint
+        self.neighbours: list[_Lane] = [self]
         self.manifest = manifest
         self.error: TransferError | None = None
         if manifest.total_bytes and not manifest.chunk_digests:
@@ -273,6 +279,11 @@ class _Lane:
         self._streams = [
             SourceStream(endpoint, manifest, timeouts=options.timeouts, tls=options.tls) for _ in range(options.streams)
         ]
+
+    @property
+    def process(self) -> tuple[str, str, int]:
+        """What tells the process that serves this rank from others."""
+        return self.endpoint.instance_id, self.endpoint.url, self.endpoint.generation
 
     def connect(self) -> None:
         try:
@@ -298,6 +309,12 @@ class _Lane:
                 self._drive(stream, ledger, work)
             except (CancelledError, DeadlineError):
                 stream.close()
+            except SourceStalledError as error:
+                stream.close()
+                # A process that is stopped says nothing on any stream, nor for any of its ranks: to wait for each of
+                # them in turn would take minutes.
+                for lane in self.neighbours:
+                    lane._give_up(error)
             except TransferError as error:
                 stream.close()
                 with self._lock:
@@ -403,7 +420,7 @@ class _Fetch:
 
 def _may_pass(error: TransferError) -> bool:
     """True for what may be one connection's trouble; anything else is the source's."""
-    return isinstance(error, (SourceUnreachableError, SourceStalledError, SourceBusyError))
+    return isinstance(error, (SourceUnreachableError, SourceBusyError))
 
 
 def _seconds(busy: SourceBusyError) -> float:

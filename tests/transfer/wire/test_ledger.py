@@ -201,6 +201,15 @@ def test_claim_of_very_small_segments_stays_a_request_that_a_source_takes() -> N
     assert len(ledger.claim(timeout_s=0)) == 1 << 14
 
 
+def test_claim_never_asks_a_source_for_more_than_it_holds_however_often_a_target_wants_it() -> None:
+    manifest = space(3 * MIB, chunk_bytes=MIB)
+    again = [Copy(source=row_major((MIB,)), target=row_major((MIB,), offset=at * MIB)) for at in range(9)]
+    segments = list(cut_segments(manifest, again, num_streams=1))
+    assert max(sizes_of(Ledger(segments, num_streams=1))) == 7 * MIB
+    sizes = sizes_of(Ledger(segments, num_streams=1, most_bytes=manifest.total_bytes))
+    assert (max(sizes), sum(sizes)) == (3 * MIB, 9 * MIB)
+
+
 def test_ledger_of_nothing_is_done() -> None:
     ledger = Ledger([], num_streams=1)
     assert ledger.is_done

@@ -8,6 +8,7 @@ import random
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -18,6 +19,7 @@ from tests.transfer.wire.conftest import POISON, Answer, Answering, Closed, Held
 from weightwire.transfer.control import Control
 from weightwire.transfer.errors import CancelledError, DeadlineError, TransferError
 from weightwire.transfer.intervals import IntervalSet
+from weightwire.transfer.manifest import Topology
 from weightwire.transfer.plan import Plan
 from weightwire.transfer.planning import Supply, plan_pull
 from weightwire.transfer.shells import Shells
@@ -349,6 +351,23 @@ def test_source_cannot_stop_the_transfer_by_saying_so(
     assert pull.codes == {"x": "source_refused"}
     pull = Pull([endpoint(long, stopper, "x"), serve(long.shells, instance_id="y").endpoint()], [long]).run()
     assert pull.is_complete
+
+
+def test_process_that_says_nothing_is_given_up_with_all_its_ranks_at_once(answering: Answering, long: Model) -> None:
+    """Or it would be waited for once more for each rank that has the small tensors, too."""
+    silent = answering(lambda _: Held(b""), of=long)
+    of_two = replace(long.manifest, topology=Topology(tp=2))
+    small = tuple(tensor for tensor in of_two.tensors if tensor.name == "b")
+    ranks = [replace(long, manifest=of_two), replace(long, manifest=replace(of_two, rank=1, tensors=small))]
+    endpoints = [
+        endpoint_of(model.manifest, url=silent.url, instance_id="x", rank=rank) for rank, model in enumerate(ranks)
+    ]
+    pull = Pull(endpoints, ranks, target=Shells.allocate(long.manifest), timeouts=SHORT).run()
+    assert [(failure.rank, failure.code) for failure in pull.puller.failures] == [
+        (0, "source_stalled"),
+        (1, "source_stalled"),
+    ]
+    assert {ReadRequest.from_bytes(body).manifest for body in silent.requests} == {ranks[0].manifest.digest}
 
 
 def test_stalled_source_loses_its_work_to_the_other(serve: Serve, answering: Answering, long: Model) -> None:
