@@ -91,8 +91,12 @@ def _value(option: TyperOption) -> str:
     """What stands for the value: its type, and the bounds of a number."""
     kind = _KINDS[option.bare_type().lower()]
     if option.min is not None and option.max is not None:
-        return f"{kind} ({option.min:g} to {option.max:g})"
+        return f"{kind} ({option.min:g} to {_bound(option.max)})"
     return f"{kind} (from {option.min:g})" if option.min is not None else kind
+
+
+def _bound(value: float) -> str:
+    return "2^63 - 1" if value == (1 << 63) - 1 else f"{value:g}"
 
 
 def _name(argument: TyperArgument) -> str:

@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from weightwire.service.grants import GrantedInstance, SourceKey, granted_instance
+from weightwire.service.instances import sizes_of
 from weightwire.service.manifests import Manifests
 from weightwire.service.matching import Choice, Reason, Want, choose_sources
 from weightwire.service.registry import Registry
 from weightwire.service.transfers import Transfers
 from weightwire.transfer.errors import NotFoundError, RequestError
 from weightwire.transfer.layouts import extended_layout
-from weightwire.transfer.manifest import Manifest, Topology
+from weightwire.transfer.manifest import Manifest
 from weightwire.transfer.plan import Plan, TensorWay, Way
 from weightwire.transfer.planning import Supply, plan_pull
 
@@ -165,16 +166,12 @@ def _own_layouts(want: Want, choice: Choice, manifests: Mapping[str, Manifest]) 
     preferred = choice.sources[0]
     if preferred.topology != want.topology:
         raise RequestError(
-            f"model {want.model!r}: source {preferred.instance_id!r} has {_sizes(preferred.topology)}, asked for "
-            f"{_sizes(want.topology)}; expected the manifest of each target rank that is to be planned "
+            f"model {want.model!r}: source {preferred.instance_id!r} has {sizes_of(preferred.topology)}, asked for "
+            f"{sizes_of(want.topology)}; expected the manifest of each target rank that is to be planned "
             "(`weightwire plan --config` plans without any)",
             instance_id=preferred.instance_id,
         )
     return [_own_layout(manifests[digest]) for digest in preferred.digests]
-
-
-def _sizes(topology: Topology) -> str:
-    return f"tp={topology.tp} pp={topology.pp} ep={topology.ep}"
 
 
 def _own_layout(manifest: Manifest) -> Manifest:
@@ -190,17 +187,19 @@ def _check_targets(targets: Sequence[Manifest], want: Want) -> None:
         raise RequestError("target manifests: two are of one rank")
     for target in targets:
         for name, given, asked in (
-            ("model", target.model, want.model),
-            ("topology", target.topology, want.topology),
-            ("revision", target.revision or want.revision, want.revision),
+            ("model", repr(target.model), repr(want.model)),
+            ("topology", sizes_of(target.topology), sizes_of(want.topology)),
+            ("revision", repr(target.revision or want.revision), repr(want.revision)),
         ):
             if given != asked:
-                raise RequestError(f"target manifest of rank {target.rank}: {name} is {given!r}, asked for {asked!r}")
+                raise RequestError(f"target manifest of rank {target.rank}: {name} is {given}, asked for {asked}")
 
 
 def _nobody(want: Want, choice: Choice) -> NotFoundError:
+    reasons = "; ".join(f"{reason.instance_id}: {reason.reason}" for reason in choice.reasons)
     return NotFoundError(
-        f"model {want.model!r}: no instance can serve it now, and no target manifest was given",
+        f"model {want.model!r}: no instance can serve it now, and no target manifest was given; "
+        f"{reasons or 'no instance has it'}; start `weightwire source`, or plan with --checkpoint",
         kind="source",
         name=want.model,
         reasons=[{"instance_id": reason.instance_id, "reason": reason.reason} for reason in choice.reasons],

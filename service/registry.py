@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from weightwire.service.addresses import check_dialable, check_endpoint, resolve_name
-from weightwire.service.instances import Instance, Publication, RankProcess
+from weightwire.service.instances import Instance, Publication, RankProcess, sizes_of
 from weightwire.service.manifests import ManifestFacts, Manifests, PackedManifest
 from weightwire.service.records import Table
 from weightwire.service.store import Store, Transaction
@@ -284,14 +284,14 @@ def _joined(known: Instance | None, registration: Registration) -> Instance:
     # A target may learn its revision from its first source, so one that was not known may be set once.
     revision = known.revision if registration.revision is None else registration.revision
     for name, was, now in (
-        ("model", known.model, registration.model),
-        ("revision", known.revision or revision, revision),
-        ("topology", known.topology, registration.topology),
+        ("model", repr(known.model), repr(registration.model)),
+        ("revision", repr(known.revision or revision), repr(revision)),
+        ("topology", sizes_of(known.topology), sizes_of(registration.topology)),
     ):
         if was != now:
             raise ConflictError(
-                f"instance {known.instance_id!r}: {name} is {was!r} in epoch {known.epoch}, registered again as "
-                f"{now!r}; expected a higher epoch"
+                f"instance {known.instance_id!r}: {name} is {was} in epoch {known.epoch}, registered again as "
+                f"{now}; expected another --instance-id, or a higher --epoch"
             )
     return replace(known, revision=revision)
 

@@ -182,9 +182,11 @@ def _check_exposure(settings: Settings) -> None:
     if is_loopback(settings.host):
         return
     if settings.token is None:
-        raise SettingsError(f"host {settings.host!r}: not loopback, and no token is set; expected a token")
+        raise SettingsError(
+            f"host {settings.host!r}: not loopback, and no token is set; expected --token or WEIGHTWIRE_TOKEN"
+        )
     if settings.tls_cert is None and not settings.allow_plain_http:
         raise SettingsError(
-            f"host {settings.host!r}: tokens would travel over plain HTTP; expected tls_cert and tls_key, "
-            "or allow_plain_http"
+            f"host {settings.host!r}: tokens would travel over plain HTTP; expected --tls-cert and --tls-key, "
+            "or --allow-plain-http"
         )

@@ -102,14 +102,7 @@ class Transfers:
                     transaction.put(_IDEMPOTENCY, idempotency_key, transfer_id.encode())
         transfer = self.get(transfer_id)
         if is_new:
-            logger.info(
-                "transfer %s granted: %s at version %s to %s from %s",
-                transfer_id,
-                transfer.model,
-                transfer.weight_version,
-                transfer.target_instance,
-                ", ".join(sorted(transfer.source_instances)) or "nobody",
-            )
+            _log_granted(transfer)
         return transfer, is_new
 
     def get(self, transfer_id: str) -> Transfer:
@@ -235,6 +228,26 @@ def _earlier(transaction: Transaction, request: TransferRequest, key: str | None
     if transfer.request_digest != request.digest:
         raise ConflictError(f"idempotency key {key!r}: was used for another request", transfer_id=transfer.transfer_id)
     return transfer.transfer_id
+
+
+def _log_granted(transfer: Transfer) -> None:
+    names = ", ".join(sorted(transfer.source_instances))
+    if not names:
+        logger.info(
+            "transfer %s granted to %s: no source for %s",
+            transfer.transfer_id,
+            transfer.target_instance,
+            transfer.model,
+        )
+        return
+    logger.info(
+        "transfer %s granted: %s at version %s to %s from %s",
+        transfer.transfer_id,
+        transfer.model,
+        transfer.weight_version,
+        transfer.target_instance,
+        names,
+    )
 
 
 def _granted(transaction: Transaction, request: TransferRequest, key: str | None, now: float) -> Transfer:

@@ -7,7 +7,7 @@ already covered when a source is lost.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -68,11 +68,21 @@ class Planner:
         """Args:
         sources: What the sources hold; several sources with one manifest are one entry.
         """
-        self._sources = sources
+        self.sources = sources
 
     @cached_property
-    def _placed(self) -> PlacedSources:
-        return PlacedSources(self._sources)
+    def placed(self) -> PlacedSources:
+        """What the sources hold by placement; most targets of a source's own topology never ask."""
+        return PlacedSources(self.sources)
+
+    @cached_property
+    def by_shape(self) -> Mapping[tuple[str, tuple[int, ...]], Sequence[tuple[int, TensorEntry]]]:
+        """The sources that have a tensor of a name and shape, by number: in another topology the shapes differ."""
+        found: defaultdict[tuple[str, tuple[int, ...]], list[tuple[int, TensorEntry]]] = defaultdict(list)
+        for index, source in enumerate(self.sources):
+            for tensor in source.tensors:
+                found[tensor.name, tensor.shape].append((index, tensor))
+        return dict(found)
 
     def plan(self, target: Manifest, supply: Supply | None = None) -> Plan:
         """Plan one target rank.
@@ -87,8 +97,8 @@ class Planner:
             ManifestError: If a placement puts two things into one place, or a tensor has two shapes.
         """
         with collector_paused():
-            check_agreement(target, self._sources)
-            return _Planning(target, self._sources, supply or Supply(), lambda: self._placed).run()
+            check_agreement(target, self.sources)
+            return _Planning(target, self, supply or Supply()).run()
 
 
 def check_servable(plan: Plan) -> None:
@@ -150,10 +160,10 @@ class _Draft:
 
 
 class _Planning:
-    def __init__(
-        self, target: Manifest, sources: Sequence[Manifest], supply: Supply, placed: Callable[[], PlacedSources]
-    ) -> None:
+    def __init__(self, target: Manifest, planner: Planner, supply: Supply) -> None:
+        sources = planner.sources
         self._target = target
+        self._planner = planner
         self._sources = sources
         self._supply = supply
         self._covered = supply.covered or IntervalSet()
@@ -161,10 +171,7 @@ class _Planning:
         self._entangled = entangled(target)
         self._planned = IntervalSet()
         self._num_parts = 0
-        # Asked for only when a tensor needs it: most targets of a source's own topology never do.
-        self._placed = placed
-        self._live = [index for index in range(len(sources)) if index not in supply.lost]
-        self._is_complete = len(self._live) == len(sources)
+        self._is_complete = not any(index in supply.lost for index in range(len(sources)))
 
     def run(self) -> Plan:
         drafts = self._drafts()
@@ -233,13 +240,10 @@ class _Planning:
         """From sources that hold the same elements under the same name: as they lie there, if layouts agree."""
         alike: list[tuple[int, TensorEntry]] = []
         others: list[tuple[int, TensorEntry]] = []
-        for index in self._live:
-            source = self._sources[index]
-            held = source.by_name.get(tensor.name)
-            # Looked at here first: in another topology the shapes differ, and that is nearly always the end of it.
-            if held is None or held.shape != tensor.shape:
+        for index, held in self._planner.by_shape.get((tensor.name, tensor.shape), ()):
+            if index in self._supply.lost:
                 continue
-            if holds_the_same((self._target, tensor), (source, held)):
+            if holds_the_same((self._target, tensor), (self._sources[index], held)):
                 (alike if held.layout == tensor.layout else others).append((index, held))
         if not alike and not others:
             return None
@@ -262,7 +266,7 @@ class _Planning:
             return _Draft("constant", "holds one value")
         draft = _Draft("reshard", "")
         absent: dict[str, str] = {}
-        for piece, portions in self._placed().portions(self._target, tensor, self._shapes):
+        for piece, portions in self._planner.placed.portions(self._target, tensor, self._shapes):
             if portions is None:
                 absent.setdefault(piece.name, "its part of the tensor is no box")
                 self._leave_to_disk(draft, tensor, piece)
@@ -304,7 +308,7 @@ class _Planning:
         return portion._replace(holders=tuple(held for held in portion.holders if held[0] not in self._supply.lost))
 
     def _why_absent(self, name: str, dtype: str) -> str:
-        others = [other for other in self._placed().dtypes_of(name) if other != dtype]
+        others = [other for other in self._planner.placed.dtypes_of(name) if other != dtype]
         return f"sources hold it as {', '.join(others)}, the shell is {dtype}" if others else self._absent()
 
     def _leave_to_disk(
@@ -335,6 +339,11 @@ class _Planning:
             draft.nowhere.append(str(found))
 
     def _add_units(self, draft: _Draft, name: str, region: Region, holders: tuple[tuple[int, Region], ...]) -> None:
+        if not self._covered and name not in self._entangled:
+            # Nearly always: the first plan of a transfer.
+            if numel := region.numel:
+                draft.units.append(Unit(name, region, 0, numel, holders))
+            return
         for begin, end in self._needed(region, name):
             draft.units.append(Unit(name, region, begin, end, holders))
 
@@ -389,7 +398,7 @@ class _Planning:
         """Parts of the sets of holders that are needed here, by what the sources hold of the whole model."""
         rates = [max(1, rate) for rate in self._supply.capacities or [1] * len(self._sources)]
         held: defaultdict[Holders, int] = defaultdict(int)
-        for holders, nbytes in self._placed().held_bytes().items():
+        for holders, nbytes in self._planner.placed.held_bytes().items():
             held[tuple(holder for holder in holders if holder not in self._supply.lost)] += nbytes
         held.pop((), None)
         # By these alone, and in their order, so that every target rank finds the same shares. What is shared as it is,

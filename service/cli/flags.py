@@ -56,6 +56,14 @@ Revision = Annotated[
         show_default=False,
     ),
 ]
+RevisionWanted = Annotated[
+    str | None,
+    typer.Option(
+        envvar="WEIGHTWIRE_REVISION",
+        help="Revision of the model. Default: that of --checkpoint; without one, the service's choice.",
+        show_default=False,
+    ),
+]
 InstanceId = Annotated[
     str | None,
     typer.Option(envvar="WEIGHTWIRE_INSTANCE_ID", help="Name of this instance. Default: random.", show_default=False),

@@ -139,7 +139,7 @@ def plan(
             show_default=False,
         ),
     ] = None,
-    revision: flags.Revision = None,
+    revision: flags.RevisionWanted = None,
     unexpected: flags.Unexpected = "refuse",
     token: flags.Token = None,
     tls_ca: flags.TlsCa = None,

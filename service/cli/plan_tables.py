@@ -86,7 +86,7 @@ def view_of_plan(title: str, plan: TopologyPlan) -> PlanView:
         sources={str(rank): nbytes for rank, nbytes in enumerate(plan.source_bytes)},
         targets={rank.rank: rank.nbytes for rank in plan.ranks},
         odd=[*opaque, *uncovered],
-        figures=f"{plan.copies} copies, {human_bytes(plan.nbytes)}; {len(plan.source_opaque)} source ranks traced in "
+        figures=f"{_copies(plan.copies)}, {human_bytes(plan.nbytes)}; {len(plan.source_opaque)} source ranks traced in "
         f"{plan.seconds_trace_source:.1f} s, {len(plan.ranks)} target ranks in {traced:.1f} s, planned in "
         f"{planned:.3f} s",
     )
@@ -121,7 +121,7 @@ def view_of_answer(title: str, answer: Json) -> PlanView:
         },
         targets={int(rank): nbytes for rank, nbytes in cast("dict[str, int]", answer["bytes_per_target_rank"]).items()},
         odd=[*opaque, *uncovered],
-        figures=f"{answer['copies']} copies, {human_bytes(cast(int, answer['bytes']))}; target traced in "
+        figures=f"{_copies(cast(int, answer['copies']))}, {human_bytes(cast(int, answer['bytes']))}; target traced in "
         f"{answer['seconds_trace']:.1f} s, planned by the service in {answer['seconds_plan']:.3f} s",
     )  # fmt: skip
 
@@ -188,6 +188,10 @@ def _grouped(rows: Iterable[tuple[str, str, str, int]]) -> Iterator[tuple[tuple[
     for *key, rank in rows:
         groups[key[0], key[1], key[2]].append(rank)
     yield from groups.items()
+
+
+def _copies(count: int) -> str:
+    return "1 copy" if count == 1 else f"{count} copies"
 
 
 def _uncovered(rank: int, name: str, elements: int) -> OddRow:

@@ -66,7 +66,7 @@ def pull(
         ),
     ] = None,
     serve: Annotated[bool, typer.Option("--serve", help="Be a source afterwards, until stopped.")] = False,
-    revision: flags.Revision = None,
+    revision: flags.RevisionWanted = None,
     instance_id: flags.InstanceId = None,
     epoch: flags.Epoch = None,
     streams: Annotated[

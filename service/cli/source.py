@@ -62,7 +62,7 @@ def source(
     ] = None,
     revision: flags.Revision = None,
     weight_version: Annotated[
-        int, typer.Option(help="Version of the weights; a hot update makes the next one.", min=0)
+        int, typer.Option(help="Version of the weights; the highest one that is served wins.", min=0)
     ] = 1,
     instance_id: flags.InstanceId = None,
     epoch: flags.Epoch = None,

@@ -61,11 +61,10 @@ def check_can_be_found(instance_id: str | None, *, ranks: range, topology: Topol
     """Raises:
     SettingsError: If the other ranks are other processes, and could not know that they belong to this one.
     """
-    if instance_id is None and len(ranks) < topology.world_size:
-        raise SettingsError(
-            f"--rank {ranks[0]}: the other {topology.world_size - len(ranks)} ranks are other processes, "
-            "expected --instance-id, the same for all"
-        )
+    others = topology.world_size - len(ranks)
+    if instance_id is None and others:
+        what = "rank is another process" if others == 1 else f"{others} ranks are other processes"
+        raise SettingsError(f"--rank {ranks[0]}: the other {what}, expected --instance-id, the same for all")
 
 
 def check_unused(*, rank: str, options: BuildOptions) -> None:

@@ -30,8 +30,11 @@ def published_identity(client: ServiceClient, model: str, *, revision: str | Non
     """
     source = preferred_source(client, model, revision=revision)
     if source is None:
+        others = client.sources(model, revision=revision)
+        reasons = "; ".join(f"{other['instance_id']}: {other['reason']}" for other in others)
         raise NotFoundError(
-            f"model {model!r}: no instance can serve it now, expected one, or a checkpoint with a config.json",
+            f"model {model!r}: no instance can serve it now; {reasons or 'no instance has it'}; start `weightwire "
+            "source`, or plan with --checkpoint and a folder that has a config.json",
             kind="source",
             name=model,
         )

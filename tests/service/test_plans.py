@@ -205,7 +205,9 @@ def test_revision_of_the_targets_is_the_one_that_is_asked_for(fleet: Fleet, plan
             id="two revisions",
         ),
         pytest.param([split(TP2, 0), split(TP2, 0)], "two are of one rank", id="one rank twice"),
-        pytest.param([split(TP4, 3)], "rank 3: topology is Topology(tp=4", id="another topology"),
+        pytest.param(
+            [split(TP4, 3)], "rank 3: topology is tp=4 pp=1 ep=1, asked for tp=2 pp=1 ep=1", id="another topology"
+        ),
     ],
 )
 def test_targets_that_contradict_each_other_are_refused(

@@ -132,7 +132,7 @@ def test_lower_epoch_is_refused(fleet: Fleet) -> None:
 )
 def test_epoch_keeps_what_the_instance_is(fleet: Fleet, again: Callable[[Fleet], object], words: str) -> None:
     fleet.register("s")
-    with pytest.raises(ConflictError, match="expected a higher epoch") as caught:
+    with pytest.raises(ConflictError, match="or a higher --epoch") as caught:
         again(fleet)
     assert words in str(caught.value)
 
