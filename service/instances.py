@@ -10,11 +10,6 @@ from weightwire.transfer.errors import ConflictError, NotFoundError
 from weightwire.transfer.manifest import Topology
 
 
-def sizes_of(topology: Topology) -> str:
-    """A topology as messages have it."""
-    return f"tp={topology.tp} pp={topology.pp} ep={topology.ep}"
-
-
 class InstanceState(StrEnum):
     """Whether an instance can be a source now."""
 

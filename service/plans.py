@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from weightwire.service.grants import GrantedInstance, SourceKey, granted_instance
-from weightwire.service.instances import sizes_of
 from weightwire.service.manifests import Manifests
 from weightwire.service.matching import Choice, Reason, Want, choose_sources
 from weightwire.service.registry import Registry
@@ -166,8 +165,8 @@ def _own_layouts(want: Want, choice: Choice, manifests: Mapping[str, Manifest]) 
     preferred = choice.sources[0]
     if preferred.topology != want.topology:
         raise RequestError(
-            f"model {want.model!r}: source {preferred.instance_id!r} has {sizes_of(preferred.topology)}, asked for "
-            f"{sizes_of(want.topology)}; expected the manifest of each target rank that is to be planned "
+            f"model {want.model!r}: source {preferred.instance_id!r} has {preferred.topology}, asked for "
+            f"{want.topology}; expected the manifest of each target rank that is to be planned "
             "(`weightwire plan --config` plans without any)",
             instance_id=preferred.instance_id,
         )
@@ -188,7 +187,7 @@ def _check_targets(targets: Sequence[Manifest], want: Want) -> None:
     for target in targets:
         for name, given, asked in (
             ("model", repr(target.model), repr(want.model)),
-            ("topology", sizes_of(target.topology), sizes_of(want.topology)),
+            ("topology", str(target.topology), str(want.topology)),
             ("revision", repr(target.revision or want.revision), repr(want.revision)),
         ):
             if given != asked:

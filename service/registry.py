@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from weightwire.service.addresses import check_dialable, check_endpoint, resolve_name
-from weightwire.service.instances import Instance, Publication, RankProcess, sizes_of
+from weightwire.service.instances import Instance, Publication, RankProcess
 from weightwire.service.manifests import ManifestFacts, Manifests, PackedManifest
 from weightwire.service.records import Table
 from weightwire.service.store import Store, Transaction
@@ -286,7 +286,7 @@ def _joined(known: Instance | None, registration: Registration) -> Instance:
     for name, was, now in (
         ("model", repr(known.model), repr(registration.model)),
         ("revision", repr(known.revision or revision), repr(revision)),
-        ("topology", sizes_of(known.topology), sizes_of(registration.topology)),
+        ("topology", str(known.topology), str(registration.topology)),
     ):
         if was != now:
             raise ConflictError(
@@ -300,14 +300,14 @@ def _published(instance: Instance, process: RankProcess, facts: ManifestFacts, *
     """The instance after one of its ranks has published."""
     revision = instance.revision or facts.revision
     for name, theirs, ours in (
-        ("model", facts.model, instance.model),
-        ("revision", facts.revision, revision),
-        ("topology", facts.topology, instance.topology),
-        ("rank", facts.rank, process.rank),
+        ("model", repr(facts.model), repr(instance.model)),
+        ("revision", repr(facts.revision), repr(revision)),
+        ("topology", str(facts.topology), str(instance.topology)),
+        ("rank", str(facts.rank), str(process.rank)),
     ):
         if theirs != ours:
             raise ManifestError(
-                f"manifest {facts.digest}: {name} is {theirs!r}, expected {ours!r} of instance {instance.instance_id!r}"
+                f"manifest {facts.digest}: {name} is {theirs}, expected {ours} of instance {instance.instance_id!r}"
             )
     if process.publication is not None and weight_version < process.publication.weight_version:
         raise ConflictError(

@@ -48,6 +48,9 @@ class Topology:
                 f"topology tp={self.tp} pp={self.pp} ep={self.ep}: expected sizes of 1 or more, ep dividing tp"
             )
 
+    def __str__(self) -> str:
+        return f"tp={self.tp} pp={self.pp} ep={self.ep}"
+
     @property
     def world_size(self) -> int:
         return self.tp * self.pp

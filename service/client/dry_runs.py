@@ -30,8 +30,10 @@ def published_identity(client: ServiceClient, model: str, *, revision: str | Non
     """
     source = preferred_source(client, model, revision=revision)
     if source is None:
-        others = client.sources(model, revision=revision)
-        reasons = "; ".join(f"{other['instance_id']}: {other['reason']}" for other in others)
+        reasons = "; ".join(
+            f"{other['instance_id']}: {other['reason'] or _other_revision(other, revision)}"
+            for other in client.sources(model)
+        )
         raise NotFoundError(
             f"model {model!r}: no instance can serve it now; {reasons or 'no instance has it'}; start `weightwire "
             "source`, or plan with --checkpoint and a folder that has a config.json",
@@ -43,6 +45,10 @@ def published_identity(client: ServiceClient, model: str, *, revision: str | Non
     return ModelIdentity(
         model=model, revision=manifest.revision, config=manifest.config, checkpoint=manifest.checkpoint
     )
+
+
+def _other_revision(source: Json, asked: str | None) -> str:
+    return f"revision is {source['revision']!r}, asked for {asked!r}"
 
 
 def preferred_source(client: ServiceClient, model: str, *, revision: str | None = None) -> Json | None:

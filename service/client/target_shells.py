@@ -133,7 +133,7 @@ def _build_ranks(
     if identity.config is None:
         raise ConfigError(
             f"model {request.model!r}: neither the local checkpoint nor a source has its config.json, expected one "
-            f"that names the architecture, for {_sizes(identity.topology)}"
+            f"that names the architecture, for {identity.topology}"
         )
     _check_specs_known(identity)
     _check_fits(request, identity.topology, ranks, identity.config)
@@ -150,11 +150,7 @@ def _build_ranks(
 def _check_fits(request: PullRequest, topology: Topology, ranks: Sequence[int], config: str) -> None:
     model = parse_config(config)
     needed = sum(plan_memory(model, topology, rank, request.build).shells_bytes for rank in ranks)
-    check_memory(needed, purpose=f"shells of {request.model!r}, ranks {list(ranks)} of {_sizes(topology)}")
-
-
-def _sizes(topology: Topology) -> str:
-    return f"tp={topology.tp} pp={topology.pp} ep={topology.ep}"
+    check_memory(needed, purpose=f"shells of {request.model!r}, ranks {list(ranks)} of {topology}")
 
 
 def _check_specs_known(identity: ModelIdentity) -> None:

@@ -127,12 +127,12 @@ def test_lower_epoch_is_refused(fleet: Fleet) -> None:
     [
         pytest.param(lambda fleet: fleet.register("s", model="other"), "model is 'org/name'", id="another model"),
         pytest.param(lambda fleet: fleet.register("s", revision="r2"), "revision is 'r1'", id="another revision"),
-        pytest.param(lambda fleet: fleet.register("s", topology=TP2), "topology is", id="another topology"),
+        pytest.param(lambda fleet: fleet.register("s", topology=TP2), "again as tp=2 pp=1 ep=1", id="another topology"),
     ],
 )
 def test_epoch_keeps_what_the_instance_is(fleet: Fleet, again: Callable[[Fleet], object], words: str) -> None:
     fleet.register("s")
-    with pytest.raises(ConflictError, match="or a higher --epoch") as caught:
+    with pytest.raises(ConflictError, match="expected another --instance-id, or a higher --epoch") as caught:
         again(fleet)
     assert words in str(caught.value)
 

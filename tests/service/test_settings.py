@@ -50,10 +50,12 @@ def test_value_that_cannot_be_read_names_its_variable_and_not_the_value(monkeypa
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        pytest.param({"host": "0.0.0.0"}, "no token is set", id="all addresses without a token"),
+        pytest.param({"host": "0.0.0.0"}, "expected --token or WEIGHTWIRE_TOKEN", id="all addresses without a token"),
         pytest.param({"host": "::"}, "no token is set", id="all IPv6 addresses without a token"),
         pytest.param({"host": "node7"}, "no token is set", id="a name that is not localhost without a token"),
-        pytest.param({"host": "10.0.0.1", "token": "t"}, "plain HTTP", id="a token over plain HTTP"),
+        pytest.param(
+            {"host": "10.0.0.1", "token": "t"}, "--tls-key, or --allow-plain-http", id="a token over plain HTTP"
+        ),
         pytest.param({"token": ""}, "token: empty", id="an empty token"),
         pytest.param({"token": "a b"}, "token: empty, or holds blanks", id="a token with a blank"),
         pytest.param({"token": "é"}, "outside ASCII", id="a token outside ASCII"),

@@ -144,6 +144,8 @@ def test_epoch_is_common_to_the_processes_of_an_instance(epoch: int | None, rank
 def test_rank_of_several_needs_a_name_that_the_others_know() -> None:
     with pytest.raises(SettingsError, match=r"^--rank 2: the other 3 ranks .* expected --instance-id"):
         check_can_be_found(None, ranks=range(2, 3), topology=Topology(tp=4))
+    with pytest.raises(SettingsError, match="the other rank is another process, expected --instance-id"):
+        check_can_be_found(None, ranks=range(1, 2), topology=Topology(tp=2))
     check_can_be_found("x", ranks=range(2, 3), topology=Topology(tp=4))
     check_can_be_found(None, ranks=range(4), topology=Topology(tp=4))
     check_can_be_found(None, ranks=range(1), topology=Topology())

@@ -260,4 +260,15 @@ def test_online_plan_without_a_topology_is_for_a_second_instance_of_the_source(
 def test_online_plan_of_an_unknown_model_fails(answered: Callable[..., Json], service: str) -> None:
     for more in ((), ("--to", "tp=2")):
         answer = answered("--service", service, "--model", "nobody", *more, code=1)
-        assert cast(Json, answer["error"])["code"] == "not_found"
+        error = cast(Json, answer["error"])
+        assert error["code"] == "not_found"
+        assert "no instance has it; start `weightwire source`, or plan with --checkpoint" in str(error["detail"])
+
+
+@pytest.mark.parametrize(("copies", "words"), [(1, "1 copy, 8 B;"), (2, "2 copies, 8 B;")])
+def test_figures_count_in_plain_english(copies: int, words: str) -> None:
+    answer: Json = {
+        "tensors": [], "sources": [], "opaque": [], "uncovered": [], "bytes_per_target_rank": {},
+        "copies": copies, "bytes": 8, "seconds_trace": 0.0, "seconds_plan": 0.0,
+    }  # fmt: skip
+    assert plan_tables.view_of_answer("t", answer).figures.startswith(words)

@@ -77,8 +77,14 @@ def test_model_that_nobody_serves_has_no_identity(client: ServiceClient) -> None
     ranks = [RankBinding(instance_id="s", generation=1, rank=0, url="http://127.0.0.1:7000")]
     client.register_ranks(ranks, model=MODEL, revision="r1", topology=TP2)
     assert preferred_source(client, MODEL) is None
-    with pytest.raises(NotFoundError, match="no instance can serve it now"):
+    with pytest.raises(NotFoundError, match="no instance can serve it now; s: rank 0 has published nothing; start "):
         published_identity(client, MODEL)
+
+
+def test_model_in_another_revision_is_named_with_it(client: ServiceClient) -> None:
+    serve(client, TP1)
+    with pytest.raises(NotFoundError, match=r"revision is '.*', asked for 'other'; start "):
+        published_identity(client, MODEL, revision="other")
 
 
 @pytest.mark.parametrize("target", [TP1, TP2, EP2, Topology(tp=2, pp=2)], ids=str)
