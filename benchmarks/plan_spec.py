@@ -48,7 +48,7 @@ def main(path: Path) -> None:
     targets = [rank_manifest(spec, rank, spec["target_tp"]) for rank in range(spec["target_tp"])]
     began = time.perf_counter()
     planner = Planner(sources)
-    plans = [planner.plan(target) for target in targets]
+    plans = planner.plan_all(targets)
     seconds = time.perf_counter() - began
     if left := [piece for plan in plans for piece in plan.disk]:
         raise SystemExit(f"{len(left)} pieces have no source; the first is {left[0]}")

@@ -80,8 +80,8 @@ def check_placement(manifest: Manifest, tensor: TensorEntry) -> None:
 
 def missing_elements(tensor: TensorEntry) -> int:
     """How many elements of a tensor have no place in its placement; that none has two is `check_placement`'s to say."""
-    placed = sum(piece.numel for piece in tensor.placement)
-    return tensor.region.numel - placed - sum(constant.runtime.numel for constant in tensor.constants)
+    placed = sum([piece.pattern.numel for piece in tensor.placement])
+    return tensor.region.numel - placed - sum([constant.runtime.numel for constant in tensor.constants])
 
 
 def holds_the_same(one: tuple[Manifest, TensorEntry], other: tuple[Manifest, TensorEntry]) -> bool:
@@ -189,7 +189,11 @@ def _conflicts(target: Manifest, source: Manifest) -> Iterator[Conflict]:
     # One thing under one name is the checkpoint's tensor, whole, or what one rank has.
     for tensor in target.tensors if is_same_rank else map(target.by_name.__getitem__, sorted(common)):
         held = source.by_name.get(tensor.name)
-        if held is None or (tensor.name not in common and tensor.is_placed and held.is_placed):
+        if held is None or (
+            held.dtype == tensor.dtype and held.shape == tensor.shape and tensor.name not in target.tied
+        ):
+            continue
+        if tensor.name not in common and tensor.is_placed and held.is_placed:
             continue
         if held.state != tensor.state or (
             held.dtype != tensor.dtype and _is_converted((target, tensor), (source, held))

@@ -7,7 +7,7 @@ already covered when a source is lost.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -83,6 +83,11 @@ class Planner:
             for tensor in source.tensors:
                 found[tensor.name, tensor.shape].append((index, tensor))
         return dict(found)
+
+    def plan_all(self, targets: Iterable[Manifest]) -> list[Plan]:
+        """Plan several target ranks, of one instance or of many; see `plan`."""
+        with collector_paused():
+            return [self.plan(target) for target in targets]
 
     def plan(self, target: Manifest, supply: Supply | None = None) -> Plan:
         """Plan one target rank.

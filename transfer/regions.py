@@ -60,10 +60,16 @@ class Region:
     @property
     def is_contiguous(self) -> bool:
         """True if the elements, in row-major order, are one run without gaps."""
-        if len(self.shape) == 1 and self.strides == (1,):
+        if 0 in self.shape:
             return True
-        flat = self.coalesced()
-        return flat.shape == () or (len(flat.shape) == 1 and flat.strides == (1,))
+        expected = 1
+        # By hand, innermost first: this is asked for every copy of a plan.
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size != 1:
+                if stride != expected:
+                    return False
+                expected *= size
+        return True
 
     @property
     def overlaps_itself(self) -> bool:
