@@ -250,6 +250,11 @@ def _follow_each_other(tensor: TensorEntry) -> bool:
 
     So it is in nearly every shell, and it is seen without looking at single elements.
     """
+    if len(tensor.placement) == 1 and not tensor.constants:
+        (piece,), region = tensor.placement, tensor.region
+        end = piece.runtime_offset + piece.pattern.runtime_reach
+        is_inside = region.offset <= piece.runtime_offset and end <= region.end == region.offset + region.numel
+        return is_inside and not piece.pattern.repeats
     spans: list[tuple[int, int]] = []
     for piece in tensor.placement:
         pattern = piece.pattern

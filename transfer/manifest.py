@@ -291,10 +291,11 @@ class Manifest:
     @cached_property
     def tied(self) -> frozenset[str]:
         """Names of the tensors whose elements have another name, too."""
-        names: dict[tuple[int, Region], list[str]] = {}
+        names: dict[tuple[object, ...], list[str]] = {}
         for tensor in self.tensors:
             if tensor.region.numel:
-                names.setdefault((tensor.storage, tensor.region), []).append(tensor.name)
+                place = (tensor.storage, tensor.offset, tensor.shape, tensor.strides)
+                names.setdefault(place, []).append(tensor.name)
         return frozenset(name for group in names.values() if len(group) > 1 for name in group)
 
     @cached_property

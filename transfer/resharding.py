@@ -80,13 +80,13 @@ class PlacedSources:
         self._patterns = list(self._kinds)
 
     def _add(self, number: int, source: Manifest) -> None:
-        aliases: set[tuple[int, Region, str]] = set()
+        aliases: set[tuple[int, int, Shape, Shape, str]] = set()
         kinds, last, at, kind = self._kinds, None, -1, -1
         for tensor in source.tensors:
             # After post-processing the elements are not the checkpoint's any more.
             if tensor.state != "placed" or not tensor.placement:
                 continue
-            alias = (tensor.storage, tensor.region, tensor.dtype)
+            alias = (tensor.storage, tensor.offset, tensor.shape, tensor.strides, tensor.dtype)
             if alias in aliases:
                 continue
             aliases.add(alias)
