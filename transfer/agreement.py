@@ -253,8 +253,8 @@ def _follow_each_other(tensor: TensorEntry) -> bool:
     if len(tensor.placement) == 1 and not tensor.constants:
         (piece,), region = tensor.placement, tensor.region
         end = piece.runtime_offset + piece.pattern.runtime_reach
-        is_inside = region.offset <= piece.runtime_offset and end <= region.end == region.offset + region.numel
-        return is_inside and not piece.pattern.repeats
+        is_inside = region.offset <= piece.runtime_offset and end <= region.end
+        return is_inside and region.is_dense and not piece.pattern.repeats
     spans: list[tuple[int, int]] = []
     for piece in tensor.placement:
         pattern = piece.pattern
@@ -269,4 +269,4 @@ def _follow_each_other(tensor: TensorEntry) -> bool:
             if begin < at:
                 return False
             at = end
-    return at <= region.end == region.offset + region.numel
+    return at <= region.end and region.is_dense

@@ -53,7 +53,7 @@ class IntervalSet:
 
     def add_region(self, region: Region) -> None:
         """Put all elements of a region into the set; thousands of rows cost little more than one."""
-        if _is_dense(region):
+        if region.is_dense:
             self.add(region.offset, region.end)
             return
         begins, ends = runs_of(region)
@@ -72,7 +72,7 @@ class IntervalSet:
         """True if every element of a region is in the set."""
         if not region.numel or self.covers(region.offset, region.end):
             return True
-        if _is_dense(region):
+        if region.is_dense:
             return False
         begins, ends = runs_of(region)
         held = self._around(region)
@@ -114,7 +114,3 @@ class IntervalSet:
                 return
             begin = max(begin, self._ends[at])
             at += 1
-
-
-def _is_dense(region: Region) -> bool:
-    return region.end - region.offset == region.numel and not region.overlaps_itself

@@ -210,7 +210,7 @@ class Manifest:
 
     def _check_pieces(self) -> None:
         """A placement speaks of elements that the checkpoint has, as far as the manifest knows the checkpoint."""
-        numels = {spec.name: math.prod(spec.shape) for spec in self.checkpoint}
+        numels = {name: math.prod(spec.shape) for name, spec in self.specs.items()}
         for tensor in self.tensors:
             for piece in tensor.placement:
                 numel = numels.get(piece.name)
@@ -266,13 +266,12 @@ class Manifest:
 
         Where nobody says which shape the checkpoint's tensor has, a placement is taken at its word.
         """
-        shapes = {spec.name: spec.shape for spec in self.checkpoint}
         return frozenset(
             tensor.name
             for tensor in self.tensors
             if not tensor.constants
             and is_whole(tensor.name, tensor.region, tensor.placement)
-            and shapes.get(tensor.name, tensor.shape) == tensor.shape
+            and (tensor.name not in self.specs or self.specs[tensor.name].shape == tensor.shape)
         )
 
     def flat_region(self, tensor: TensorEntry) -> Region:

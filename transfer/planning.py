@@ -7,7 +7,7 @@ already covered when a source is lost.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -182,21 +182,25 @@ class _Planning:
         drafts = self._drafts()
         self._close_over_siblings(drafts)
         copies = self._share_out(drafts)
-        owners: dict[Region, str] = {}
-        ways = []
-        for tensor in self._target.tensors:
-            draft = drafts.get(tensor.name)
-            if draft is None:
-                ways.append(self._tied(tensor, drafts, owners))
-                continue
-            owners.setdefault(self._target.flat_region(tensor), tensor.name)
-            ways.append(_way_of(tensor.name, draft))
         return Plan(
-            ways=tuple(ways),
+            ways=tuple(self._ways(drafts)),
             copies=tuple(tuple(merged(found)) for found in copies),
             disk=tuple(piece for draft in drafts.values() for piece in draft.disk),
             nowhere=tuple(name for draft in drafts.values() for name in draft.nowhere),
         )
+
+    def _ways(self, drafts: Mapping[str, _Draft]) -> Iterator[TensorWay]:
+        # What is filled under another name has that one's way.
+        owners = {
+            self._target.flat_region(tensor): tensor.name for tensor in self._target.tensors if tensor.name in drafts
+        }
+        for tensor in self._target.tensors:
+            if tensor.name in drafts:
+                yield _way_of(tensor.name, drafts[tensor.name])
+            else:
+                owner = owners[self._target.flat_region(tensor)]
+                way = _way_of(owner, drafts[owner])
+                yield replace(way, name=tensor.name, reason=f"tied to {owner!r}", nbytes=0, disk_nbytes=0)
 
     def _drafts(self) -> dict[str, _Draft]:
         """What is found out for each tensor; of those that share a box of memory only for the one had best."""
@@ -258,7 +262,7 @@ class _Planning:
         region = self._target.flat_region(tensor)
         holders = [(index, self._sources[index].flat_region(held)) for index, held in alike or others]
         is_run = len(region.shape) == 1 and region.strides == (1,)
-        if not is_run and _is_dense(region) and all(_line_up(region, there) for _, there in holders):
+        if not is_run and region.is_dense and all(_line_up(region, there) for _, there in holders):
             # Equal strides without gaps: whatever the order is, it is the same on both sides, byte by byte.
             region, holders = _run_of(region), [(index, _run_of(there)) for index, there in holders]
         self._add_units(draft, tensor.name, region, tuple(holders))
@@ -320,35 +324,23 @@ class _Planning:
         self, draft: _Draft, tensor: TensorEntry, piece: PlacedPiece | None, portion: Portion | None = None
     ) -> None:
         """Take down that a tensor, or a piece of it, or a part of a piece, has no source."""
-        runtime = (
-            portion.runtime.shifted(piece.runtime_offset)
-            if portion and piece
-            else piece.runtime
-            if piece
-            else tensor.region
-        )
+        name, checkpoint, runtime = None, tensor.region, tensor.region
+        if piece is not None:
+            name, checkpoint, runtime = piece.name, piece.checkpoint, piece.runtime
+            if portion is not None:
+                checkpoint, runtime = portion.checkpoint, portion.runtime.shifted(piece.runtime_offset)
         flat = runtime.in_bytes(tensor.itemsize).shifted(self._target.storage_bases[tensor.storage])
         needed = sum(end - begin for begin, end in self._needed(flat, tensor.name))
         if not needed:
             return
-        found = DiskPiece(
-            tensor=tensor.name,
-            name=piece.name if piece else None,
-            checkpoint=portion.checkpoint if portion else piece.checkpoint if piece else tensor.region,
-            runtime=runtime,
-        )
+        found = DiskPiece(tensor=tensor.name, name=name, checkpoint=checkpoint, runtime=runtime)
         draft.disk_nbytes += needed
         draft.disk.append(found)
         on_disk = self._supply.on_disk
-        if piece is None or (on_disk is not None and piece.name not in on_disk):
+        if name is None or (on_disk is not None and name not in on_disk):
             draft.nowhere.append(str(found))
 
     def _add_units(self, draft: _Draft, name: str, region: Region, holders: tuple[tuple[int, Region], ...]) -> None:
-        if not self._covered and name not in self._entangled:
-            # Nearly always: the first plan of a transfer.
-            if numel := region.numel:
-                draft.units.append(Unit(name, region, 0, numel, holders))
-            return
         for begin, end in self._needed(region, name):
             draft.units.append(Unit(name, region, begin, end, holders))
 
@@ -411,17 +403,6 @@ class _Planning:
         others = {holders: nbytes for holders, nbytes in needed.items() if holders not in held}
         return even_shares(held, rates) | even_shares(others, rates)
 
-    def _tied(self, tensor: TensorEntry, drafts: Mapping[str, _Draft], owners: Mapping[Region, str]) -> TensorWay:
-        """The way of a tensor whose memory is filled under another name."""
-        region = self._target.flat_region(tensor)
-        owner = owners.get(region) or next(
-            other.name
-            for other in self._target.tensors
-            if other.name in drafts and self._target.flat_region(other) == region
-        )
-        way = _way_of(owner, drafts[owner])
-        return replace(way, name=tensor.name, reason=f"tied to {owner!r}", nbytes=0, disk_nbytes=0)
-
 
 def _way_of(name: str, draft: _Draft) -> TensorWay:
     return TensorWay(
@@ -446,10 +427,6 @@ def _reason(name: str, absent: Mapping[str, str], nothing: str) -> str:
 
 def _module(name: str) -> str:
     return name.rpartition(".")[0] or name
-
-
-def _is_dense(region: Region) -> bool:
-    return region.end - region.offset == region.numel
 
 
 def _line_up(target: Region, source: Region) -> bool:

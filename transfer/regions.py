@@ -72,6 +72,11 @@ class Region:
         return True
 
     @property
+    def is_dense(self) -> bool:
+        """True if, in whatever order, it has every element from its first to its last, each once."""
+        return self.end - self.offset == self.numel and not self.overlaps_itself
+
+    @property
     def overlaps_itself(self) -> bool:
         """True unless it is certain that no element occurs twice: each stride steps over all smaller ones."""
         if 0 in self.shape:

@@ -19,10 +19,7 @@ from weightwire.transfer.dtypes import dtype_named
 from weightwire.transfer.errors import ManifestError, NotFoundError
 from weightwire.transfer.integrity import DIGEST_BYTES, checksum, digest_text
 from weightwire.transfer.layouts import Layout, ModelIdentity
-from weightwire.transfer.manifest import (
-    DEFAULT_CHUNK_BYTES,
-    Manifest,
-)
+from weightwire.transfer.manifest import DEFAULT_CHUNK_BYTES, Manifest, TensorEntry
 from weightwire.transfer.placement import PlacedConstant
 from weightwire.transfer.regions import Region
 
@@ -121,10 +118,14 @@ class Shells:
         entry = self.manifest.by_name.get(name)
         if entry is None:
             raise NotFoundError(f"tensor {name!r}: not among the {len(self.manifest.tensors)} here", kind="tensor")
-        dtype = dtype_named(entry.dtype).torch_dtype
-        storage = self._storages[entry.storage].untyped_storage()
-        first = self._storages[entry.storage].storage_offset() // entry.itemsize
-        return torch.empty(0, dtype=dtype).set_(storage, first + entry.offset, entry.shape, entry.strides)
+        return self._view(entry, entry.region)
+
+    def _view(self, entry: TensorEntry, region: Region) -> torch.Tensor:
+        """Elements of the storage that a tensor lies in, as that tensor has them."""
+        storage = self._storages[entry.storage]
+        first = storage.storage_offset() // entry.itemsize
+        empty = torch.empty(0, dtype=dtype_named(entry.dtype).torch_dtype)
+        return empty.set_(storage.untyped_storage(), first + region.offset, region.shape, region.strides)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor by name, aliases included, in the manifest's order."""
@@ -215,14 +216,7 @@ class Shells:
 
     def fill_constant(self, name: str, constant: PlacedConstant) -> None:
         """Write a constant region of a tensor."""
-        entry = self.manifest.by_name[name]
-        storage = self._storages[entry.storage]
-        first = storage.storage_offset() // entry.itemsize
-        region = constant.runtime
-        view = torch.empty(0, dtype=dtype_named(entry.dtype).torch_dtype).set_(
-            storage.untyped_storage(), first + region.offset, region.shape, region.strides
-        )
-        view.fill_(constant.value)
+        self._view(self.manifest.by_name[name], constant.runtime).fill_(constant.value)
 
     def fill(self, byte: int) -> None:
         """Set every byte of every storage, to touch the pages or to make unwritten ones visible."""

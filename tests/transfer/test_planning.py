@@ -563,3 +563,14 @@ def test_no_source_sends_more_than_a_tenth_above_its_fair_share_to_all_targets_t
         for some in itertools.combinations(range(len(sources)), count)
     )
     assert max(loads) <= 1.1 * fair
+
+
+def test_planner_plans_several_targets_as_it_plans_each_of_them() -> None:
+    source = Shells.from_tensors({"a": filled("int8", (3, 4)), "b": filled("int8", (5,))}).seal()
+    targets = [
+        Shells.from_tensors({"a": filled("int8", (4, 3)).T, "c": filled("int8", (2,))}).manifest,
+        Shells.from_tensors({"b": filled("int8", (5,))}).manifest,
+    ]
+    plans = Planner([source]).plan_all(targets)
+    assert plans == [plan_pull(target, [source]) for target in targets]
+    assert [[way.way for way in plan.ways] for plan in plans] == [["reshard", "disk"], ["identical"]]
