@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 # Source: Linux, include/uapi/linux/uio.h (UIO_MAXIOV).
 _MAX_IOVECS = 1024
 _OCTETS = "application/octet-stream"
+# Between two calls every step misses the cache, so there are few: of whole chunks so much goes out in one.
+_BATCH_BYTES = 8 << 20
 # How much of a refused body, and how long its next piece, is waited for.
 _LINGER_BYTES = 1 << 26
 _LINGER_S = 1.0
@@ -256,32 +258,24 @@ class SourceRoutes(BaseHTTPRequestHandler):
 
     def _send_frames(self, source: Source, publication: Publication, frames: Iterable[Frame], *, left: int) -> None:
         """Send the frames; `left` is what was announced of the body."""
-        trailer: list[memoryview] = []
-        for frame in frames:
+        # A trailer goes out with the next frames: a packet of its own for twelve bytes would cost a system call.
+        trailer = b""
+        for batch in _batches(frames):
             try:
                 source.check_stands(publication)
             except FencedError as error:
                 self._fail(trailer, error, left=left)
                 return
-            views = [view for part in frame.parts for view in publication.shells.gather(*part)]
-            digest = self._digest(publication, frame, views)
-            self._send([*trailer, memoryview(framing.HEADER.pack(framing.DATA, frame.nbytes)), *views])
-            left -= sum(map(len, trailer)) + framing.HEADER.size + frame.nbytes
+            views, last = _packed(publication, batch, trailer)
+            self._send(views)
+            left -= sum(map(len, views))
             try:
                 source.check_stands(publication)
             except FencedError as error:
-                self._fail([memoryview(framing.TRAILER.pack(framing.VOID, 0))], error, left=left)
+                self._fail(framing.TRAILER.pack(framing.VOID, 0), error, left=left)
                 return
-            # It goes out with the next frame: a packet of its own for twelve bytes would cost a system call.
-            trailer = [memoryview(framing.TRAILER.pack(framing.GOOD, digest))]
-        self._send(trailer)
-
-    @staticmethod
-    def _digest(publication: Publication, frame: Frame, views: list[memoryview]) -> int:
-        """A whole chunk's digest was computed once, by whoever loaded the weights: origin and transport in one."""
-        if frame.chunk is not None:
-            return digest_at(publication.manifest.chunk_digests, frame.chunk)
-        return checksum(views)
+            trailer = framing.TRAILER.pack(framing.GOOD, last)
+        self._send([memoryview(trailer)])
 
     # -- GET: one tensor, or the whole rank as a checkpoint file ------------------------------------------------------
 
@@ -370,7 +364,7 @@ class SourceRoutes(BaseHTTPRequestHandler):
             if sent:
                 views[0] = views[0][sent:]
 
-    def _fail(self, trailer: list[memoryview], error: TransferError, *, left: int) -> None:
+    def _fail(self, trailer: bytes, error: TransferError, *, left: int) -> None:
         """End a stream in the middle; the body stays shorter than announced, so the connection ends too.
 
         The reason is left out where it would make the body longer than announced: a reader would not see all of it,
@@ -378,9 +372,9 @@ class SourceRoutes(BaseHTTPRequestHandler):
         """
         self.close_connection = True
         problem = problem_text(error)
-        reason = [memoryview(framing.HEADER.pack(framing.FAIL, len(problem))), memoryview(problem)]
-        fits = sum(map(len, [*trailer, *reason])) <= left
-        self._send([*trailer, *(reason if fits else [])])
+        reason = framing.HEADER.pack(framing.FAIL, len(problem)) + problem
+        fits = len(trailer) + len(reason) <= left
+        self._send([memoryview(trailer + reason if fits else trailer)])
 
     def _send_json(self, value: object) -> None:
         body = json.dumps(value).encode()
@@ -410,6 +404,45 @@ class SourceRoutes(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002  (the base class's name)
         logger.debug("%s %s", self.client_address[0], format % args)
+
+
+def _batches(frames: Iterable[Frame]) -> Iterator[list[Frame]]:
+    """Frames that go out in one call: whole chunks together, any other alone.
+
+    A whole chunk is vouched for by the manifest, so one that changes while it is sent does not pass for good, whenever
+    the fence is looked at. What is hashed here is looked at one by one.
+    """
+    batch: list[Frame] = []
+    size = 0
+    for frame in frames:
+        if batch and (frame.chunk is None or batch[-1].chunk is None or size + frame.nbytes > _BATCH_BYTES):
+            yield batch
+            batch, size = [], 0
+        batch.append(frame)
+        size += frame.nbytes
+    if batch:
+        yield batch
+
+
+def _packed(publication: Publication, batch: list[Frame], trailer: bytes) -> tuple[list[memoryview], int]:
+    """A batch as it goes out, behind the trailer of the frame before, and the digest of its last frame."""
+    views: list[memoryview] = []
+    digest = 0
+    for frame in batch:
+        if views:
+            trailer = framing.TRAILER.pack(framing.GOOD, digest)
+        payload = [view for part in frame.parts for view in publication.shells.gather(*part)]
+        digest = _digest(publication, frame, payload)
+        views.append(memoryview(trailer + framing.HEADER.pack(framing.DATA, frame.nbytes)))
+        views += payload
+    return views, digest
+
+
+def _digest(publication: Publication, frame: Frame, views: list[memoryview]) -> int:
+    """A whole chunk's digest was computed once, by whoever loaded the weights: origin and transport in one."""
+    if frame.chunk is not None:
+        return digest_at(publication.manifest.chunk_digests, frame.chunk)
+    return checksum(views)
 
 
 def _check_ticket(source: Source, ticket: Ticket, request: ReadRequest) -> None:

@@ -34,6 +34,7 @@ from tests.transfer.conftest import (
 )
 from tests.transfer.wire.conftest import MEDIA_TYPE, Model, data
 from weightwire.transfer.errors import (
+    ChecksumError,
     FencedError,
     SettingsError,
     SourceBusyError,
@@ -45,6 +46,7 @@ from weightwire.transfer.problems import MEDIA_TYPE as PROBLEM
 from weightwire.transfer.regions import Region, row_major
 from weightwire.transfer.shells import Shells
 from weightwire.transfer.tickets import Ticket, issue_ticket
+from weightwire.transfer.wire import source_routes
 from weightwire.transfer.wire.framing import MAX_REQUEST_BYTES, ReadRequest
 from weightwire.transfer.wire.ledger import cut_segments
 from weightwire.transfer.wire.source import Access, Publication, Source, SourceIdentity, SourceLimits
@@ -649,6 +651,31 @@ def reading(served: Served) -> tuple[SourceStream, Iterator[object]]:
     return stream, stream.fetch(list(cut_segments(served.manifest, copies, num_streams=1)), target)
 
 
+class Careless(Source):
+    """A source whose memory is written right after somebody looked whether it stands."""
+
+    memory = torch.empty(0)
+
+    def check_stands(self, publication: Publication) -> None:
+        super().check_stands(publication)
+        self.memory[40] ^= 1
+
+
+def test_chunks_that_change_while_they_are_sent_together_do_not_pass_for_good() -> None:
+    shells = Shells.from_tensors({"a": filled("uint8", (16 * 4,))}, chunk_bytes=16)
+    manifest = shells.seal()
+    source = Careless(SourceIdentity(instance_id="s", generation=GENERATION))
+    source.memory = shells.tensor("a")
+    source.grant_access(Access(ticket_key=KEY))
+    source.publish(shells, weight_version=VERSION)
+    with SourceServer(source) as server:
+        stream, frames = reading(Served(server=server, manifest=manifest))
+        assert [next(frames), next(frames)]
+        with pytest.raises(ChecksumError, match="chunk of 16 bytes hashes to"):
+            next(frames)
+        stream.close()
+
+
 class Fickle(Source):
     """A source whose weights change at a moment of the test's choosing: when it is asked for the nth time."""
 
@@ -674,7 +701,10 @@ def body_of(connection: http.client.HTTPConnection) -> bytes:
 
 @pytest.mark.parametrize("chunks", [2, 20], ids=["reason does not fit", "reason fits"])
 @pytest.mark.parametrize("moment", [1, 2, 3, 4])
-def test_frame_during_which_the_weights_change_is_taken_back(client: Connect, moment: int, chunks: int) -> None:
+def test_frame_during_which_the_weights_change_is_taken_back(
+    client: Connect, moment: int, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source_routes, "_BATCH_BYTES", 16)
     shells = Shells.from_tensors({"a": filled("uint8", (16 * chunks,))}, chunk_bytes=16)
     found = Model(shells=shells, manifest=shells.seal())
     source = Fickle(moment)
