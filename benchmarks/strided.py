@@ -28,7 +28,8 @@ from weightwire.transfer.manifest import Manifest
 from weightwire.transfer.planning import Supply, plan_pull
 from weightwire.transfer.shells import Shells
 from weightwire.transfer.tickets import Ticket, issue_ticket
-from weightwire.transfer.wire.puller import Coverage, Puller, PullOptions
+from weightwire.transfer.wire.coverage import Coverage
+from weightwire.transfer.wire.puller import Puller, PullOptions
 from weightwire.transfer.wire.source import Access, Source, SourceIdentity
 from weightwire.transfer.wire.source_server import SourceServer
 from weightwire.transfer.wire.stream import Endpoint

@@ -76,6 +76,8 @@ class FillResult:
         tensors: Number of runtime tensors by way; one with any piece from disk counts as `disk`.
         bytes_peer: Shell bytes that came from sources.
         bytes_disk: Shell bytes that came from disk.
+        bytes_received: Bytes of sources' answers, among them those that were damaged, or came from a source that was
+            given up.
         failures: Sources that were given up on the way.
     """
 
@@ -87,6 +89,7 @@ class FillResult:
     bytes_disk: int
     sources: tuple[SourceBytes, ...]
     failures: tuple[SourceFailure, ...]
+    bytes_received: int = 0
 
 
 def fill(
@@ -143,7 +146,8 @@ class _Filling:
     def run(self, options: PullOptions | None) -> FillResult:
         began = time.monotonic()
         check_specs(self._target, self._specs)
-        with Puller(self._shells, self._agreeing(), self._origins.manifests, options) as puller:
+        has_disk = self._origins.checkpoint is not None
+        with Puller(self._shells, self._agreeing(), self._origins.manifests, options, has_spare=has_disk) as puller:
             self._planner = Planner(puller.manifests)
             plan = self._plan(puller)
             check_servable(plan)
@@ -214,6 +218,7 @@ class _Filling:
         supply = Supply(
             lost=puller.lost,
             capacities=puller.capacities,
+            rates=puller.rates,
             on_disk=self._on_disk,
             covered=puller.coverage.target,
         )
@@ -222,12 +227,12 @@ class _Filling:
     def _pull(self, puller: Puller, plan: Plan) -> Plan:
         """Pull until the live sources have nothing more to give; returns the plan of what is left."""
         while any(plan.copies):
-            before = puller.lost
+            before, ended_early = puller.lost, False
             puller.connect(plan)
             if puller.lost == before:
-                puller.pull(plan, self._control, self._count_peer)
+                ended_early = puller.pull(plan, self._control, self._count_peer)
             left = self._plan(puller)
-            if puller.lost == before and any(left.copies):
+            if puller.lost == before and not ended_early and any(left.copies):
                 # Every lane of some manifest ended without finishing and without an error; it would again.
                 raise IntegrityError("transfer: the sources that are left do not finish what they were asked for")
             plan = left
@@ -349,6 +354,7 @@ class _Filling:
                 for (instance_id, rank), nbytes in puller.coverage.bytes_by_source.items()
             ),
             failures=(*self._refused, *puller.failures),
+            bytes_received=puller.bytes_received,
         )
 
     def _count_peer(self, nbytes: int) -> None:

@@ -35,12 +35,15 @@ class Supply:
         lost: Indices of sources that do not deliver any more. They still decide where tensors are cut, so that what
             was fetched before one was lost is found again.
         capacities: How many processes hold each source manifest; one each unless told otherwise.
+        rates: How fast the sources of each manifest were found to be, together, in any unit; more than 0. What this
+            rank still needs is then shared out by these, whatever others need.
         on_disk: Checkpoint names that the local disk has; None where nobody has looked.
         covered: Flat bytes of the target that are filled and verified already.
     """
 
     lost: Container[int] = frozenset()
     capacities: Sequence[int] | None = None
+    rates: Sequence[float] | None = None
     on_disk: Container[str] | None = None
     covered: IntervalSet | None = None
 
@@ -384,15 +387,20 @@ class _Planning:
         if not shared:
             return copies
         needed = {holders: sum(unit.nbytes for unit in units) for holders, units in shared.items()}
-        shares = share_out(given, needed, lambda: self._shares(needed), first=self._target.rank % len(self._sources))
+        shares = share_out(
+            given, needed, lambda: self._shares(needed, given), first=self._target.rank % len(self._sources)
+        )
         for numbers, units in shared.items():
             for unit, index in dealt(units, shares[numbers]):
                 copies[index].extend(unit.copies(dict(unit.holders)[index]))
                 drafts[unit.tensor].sources.add(index)
         return copies
 
-    def _shares(self, needed: Mapping[Holders, int]) -> Shares:
+    def _shares(self, needed: Mapping[Holders, int], given: Sequence[int]) -> Shares:
         """Parts of the sets of holders that are needed here, by what the sources hold of the whole model."""
+        if self._supply.rates is not None:
+            alone = {(number,): nbytes for number, nbytes in enumerate(given)}
+            return even_shares(alone | dict(needed), self._supply.rates)
         rates = [max(1, rate) for rate in self._supply.capacities or [1] * len(self._sources)]
         held: defaultdict[Holders, int] = defaultdict(int)
         for holders, nbytes in self._planner.placed.held_bytes().items():

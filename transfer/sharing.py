@@ -21,12 +21,13 @@ Holders = tuple[int, ...]
 Shares = dict[Holders, dict[int, float]]
 
 
-def even_shares(held: Mapping[Holders, int], rates: Sequence[int]) -> Shares:
+def even_shares(held: Mapping[Holders, int], rates: Sequence[float]) -> Shares:
     """Which part each holder sends, for each set of sources that hold the same.
 
     Args:
         held: For each set of sources (by number, ascending) the bytes that exactly these hold.
-        rates: How many processes stand behind each source, at least one for each that holds anything.
+        rates: How many processes stand behind each source, or how fast they are; more than 0 for each that holds
+            anything.
 
     Returns:
         For each set the part of each of its holders; together they are 1. The busiest source, in bytes for each of its
@@ -92,7 +93,7 @@ def share_out(
     return found
 
 
-def _filled_up(nbytes: float, holders: Holders, loads: Sequence[float], rates: Sequence[int]) -> dict[int, float]:
+def _filled_up(nbytes: float, holders: Holders, loads: Sequence[float], rates: Sequence[float]) -> dict[int, float]:
     """Pour `nbytes` over the holders until the lower ones stand at one level."""
     order = sorted(holders, key=lambda holder: loads[holder] / rates[holder])
     level = width = poured = 0.0

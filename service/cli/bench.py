@@ -27,7 +27,8 @@ from weightwire.transfer.manifest import Manifest
 from weightwire.transfer.planning import Supply, plan_pull
 from weightwire.transfer.shells import Shells
 from weightwire.transfer.tickets import Ticket, issue_ticket
-from weightwire.transfer.wire.puller import Coverage, Puller, PullOptions
+from weightwire.transfer.wire.coverage import Coverage
+from weightwire.transfer.wire.puller import Puller, PullOptions
 from weightwire.transfer.wire.stream import Endpoint
 
 app = typer.Typer(no_args_is_help=True, help="Measure transfers between processes of this machine.")

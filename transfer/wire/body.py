@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import http.client
+import math
 import socket
 import ssl
 from typing import Protocol, cast
 
 from weightwire.transfer.errors import SourceStalledError, SourceUnreachableError
 from weightwire.transfer.wire.sockets import timeval
+from weightwire.transfer.wire.watchdog import Meter
 
-# How often a silent source is looked at before it counts as stalled.
+# How often a silent source is looked at before it counts as stalled, at least, and how long a look lasts at most.
 _LOOKS = 4
+_LOOK_S = 0.2
+# So much of an answer that has to be decoded is asked for at once.
+_PIECE_BYTES = 64 << 10
 
 
 class Body(Protocol):
@@ -27,27 +32,30 @@ class Body(Protocol):
         """True if the body ends here; the connection can then be used again."""
 
 
-def body_of(response: http.client.HTTPResponse, sock: socket.socket | None, *, stall_s: float) -> Body:
-    """The fastest reader that the answer allows."""
+def body_of(response: http.client.HTTPResponse, sock: socket.socket | None, meter: Meter, *, stall_s: float) -> Body:
+    """The fastest reader that the answer allows; it counts what comes."""
     if sock is None or isinstance(sock, ssl.SSLSocket) or response.length is None or not response.length:
-        return ResponseBody(response)
-    return SocketBody(response, sock, stall_s=stall_s)
+        return ResponseBody(response, meter)
+    return SocketBody(response, sock, meter, stall_s=stall_s)
 
 
 class ResponseBody:
     """Any answer: encrypted, chunked by a proxy, or on a connection that closes behind it."""
 
-    def __init__(self, response: http.client.HTTPResponse) -> None:
+    def __init__(self, response: http.client.HTTPResponse, meter: Meter) -> None:
         self._response = response
+        self._meter = meter
 
     def read(self, *buffers: memoryview) -> None:
         for buffer in buffers:
             got = 0
             while got < len(buffer):
-                count = self._response.readinto(buffer[got:])
+                # In pieces, since it returns when all is there, and a slow source has to be seen to send.
+                count = self._response.readinto(buffer[got : got + _PIECE_BYTES])
                 if not count:
                     raise _ended_early(got, len(buffer))
                 got += count
+                self._meter.received += count
 
     def finish(self) -> bool:
         return not self._response.read(1)
@@ -60,15 +68,20 @@ class SocketBody:
     would cost a poll and a call for every few packets.
     """
 
-    def __init__(self, response: http.client.HTTPResponse, sock: socket.socket, *, stall_s: float) -> None:
+    def __init__(
+        self, response: http.client.HTTPResponse, sock: socket.socket, meter: Meter, *, stall_s: float
+    ) -> None:
         self._response = response
+        self._meter = meter
         self._sock = sock
         self._stall_s = stall_s
         self._left = cast(int, response.length)
         # What the header's reader took too much.
         self._ahead = memoryview(response.fp.read(min(len(response.fp.peek()), self._left)))
-        # A wait that ends with a few bytes does not tell when they came, so the kernel wakes us more often than that.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval(stall_s / _LOOKS))
+        # A wait that ends with a few bytes does not tell when they came, and what came is counted only then: so the
+        # kernel wakes us more often than that.
+        self._looks = max(_LOOKS, math.ceil(stall_s / _LOOK_S))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval(stall_s / self._looks))
         sock.settimeout(None)
 
     def read(self, *buffers: memoryview) -> None:
@@ -85,12 +98,13 @@ class SocketBody:
                 got = self._sock.recvmsg_into(rest, 0, socket.MSG_WAITALL)[0]
             except BlockingIOError as error:
                 silent += 1
-                if silent == _LOOKS:
+                if silent == self._looks:
                     raise SourceStalledError(f"no byte for {self._stall_s:g} s") from error
                 continue
             silent = 0
             if not got:
                 raise _ended_early(wanted - sum(map(len, rest)), wanted)
+            self._meter.received += got
             while rest and got >= len(rest[0]):
                 got -= len(rest.pop(0))
             if got:
@@ -107,6 +121,7 @@ class SocketBody:
         if size:
             buffer[:size] = self._ahead[:size]
             self._ahead = self._ahead[size:]
+            self._meter.received += size
         return buffer[size:]
 
 

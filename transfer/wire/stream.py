@@ -7,7 +7,7 @@ import http.client
 import json
 import socket
 import ssl
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -32,8 +32,9 @@ from weightwire.transfer.regions import Region
 from weightwire.transfer.shells import Shells
 from weightwire.transfer.wire import framing
 from weightwire.transfer.wire.body import Body, body_of
-from weightwire.transfer.wire.ledger import Segment
+from weightwire.transfer.wire.segments import Segment, merged_regions
 from weightwire.transfer.wire.sockets import tune
+from weightwire.transfer.wire.watchdog import Meter
 
 _MAX_ERROR_BODY_BYTES = 1 << 16
 _PREPARED_FRAMES = 64
@@ -47,6 +48,8 @@ class Endpoint:
         url: Of the source's data plane.
         manifest: Digest of what it holds.
         target_instance: Whom the ticket was granted to.
+        relay: It is still receiving what it serves.
+        standby: Tier; of one manifest, a higher one is read only once every source of the lower ones is given up.
     """
 
     instance_id: str
@@ -58,6 +61,8 @@ class Endpoint:
     ticket: str
     target_instance: str
     target_rank: int = 0
+    relay: bool = False
+    standby: int = 0
 
     def __str__(self) -> str:
         return f"source {self.instance_id!r} rank {self.rank} at {self.url}"
@@ -71,8 +76,19 @@ class Timeouts:
     stall_s: float = 10.0
 
 
+class Damage(NamedTuple):
+    """A frame whose payload is not what it should be; what follows it can be read all the same."""
+
+    frame: framing.Frame
+    error: ChecksumError
+
+
 class SourceStream:
-    """Reads from one endpoint, one request at a time, over a connection that stays open."""
+    """Reads from one endpoint, one request at a time, over a connection that stays open.
+
+    Attributes:
+        meter: What has come so far, for those who watch.
+    """
 
     def __init__(
         self,
@@ -84,6 +100,7 @@ class SourceStream:
     ) -> None:
         self.endpoint = endpoint
         self.manifest = manifest
+        self.meter = Meter()
         self._timeouts = timeouts or Timeouts()
         address = Address.parse(endpoint.url)
         if address.scheme == "https":
@@ -132,29 +149,42 @@ class SourceStream:
         self._is_aborted = True
         self._shut_down()
 
+    def interrupt(self) -> None:
+        """End what is under way, from any thread, as if the connection broke; the next request opens another."""
+        self._shut_down()
+
     def _shut_down(self) -> None:
         if self._sock is not None:
             with contextlib.suppress(OSError):
                 # Not SSLSocket's own, which lets go of the encryption first.
                 socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
-    def fetch(self, segments: Sequence[Segment], shells: Shells) -> Iterator[framing.Frame]:
+    def fetch(self, segments: Sequence[Segment], shells: Shells) -> Generator[framing.Frame | Damage, None, None]:
         """Read segments into the shells.
 
-        Contiguous bytes land in the shell before their checksum is known; until then they are this stream's.
+        Contiguous bytes land in the shell before their checksum is known; until then they are this stream's. To stop
+        early, close the iterator: that closes the connection. No byte of a frame is written before the one in front
+        of it was yielded and the next one is asked for.
 
         Args:
             segments: As claimed.
             shells: Written.
 
         Yields:
-            Each frame, after it was verified and written.
+            Each frame, in order, after it was verified and written; or that its bytes are not what the source, or the
+            manifest, says they are.
 
         Raises:
             SourceError: As its subclasses say; what was yielded before stays good.
-            ChecksumError: If bytes are not what the source, or the manifest, says they are.
             TicketError: If the source does not take the ticket.
         """
+        self.meter.asking = True
+        try:
+            yield from self._fetch(segments, shells)
+        finally:
+            self.meter.asking = False
+
+    def _fetch(self, segments: Sequence[Segment], shells: Shells) -> Generator[framing.Frame | Damage, None, None]:
         self.connect()
         with self._as_source_errors():
             body = self._ask(segments)
@@ -169,7 +199,10 @@ class SourceStream:
                 if receipt.tail == receipt.expected and actual == receipt.origin:
                     header = None
                 else:
-                    header = self._judge(body, receipt, actual)
+                    header, error = self._judge(body, receipt, actual)
+                    if error is not None:
+                        yield Damage(receipt.frame, error)
+                        continue
                 taken = 0
                 for place in receipt.scattered:
                     shells.scatter(receipt.payload[taken : taken + place.nbytes], place.target, place.begin)
@@ -184,7 +217,7 @@ class SourceStream:
         Prepared for some frames at a time: between two chunks every step misses the cache.
         """
         places = Places(segments)
-        frames = list(framing.cut_frames(self.manifest, _merged(segments)))
+        frames = list(framing.cut_frames(self.manifest, merged_regions(segments)))
         tail = memoryview(bytearray(framing.FRAME_OVERHEAD_BYTES))
         for begin in range(0, len(frames), _PREPARED_FRAMES):
             batch = frames[begin : begin + _PREPARED_FRAMES]
@@ -222,7 +255,7 @@ class SourceStream:
             manifest=endpoint.manifest,
             target_instance=endpoint.target_instance,
             target_rank=endpoint.target_rank,
-            regions=tuple(_merged(segments)),
+            regions=tuple(merged_regions(segments)),
         ).to_bytes()
         headers = {
             "Content-Type": "application/json",
@@ -243,7 +276,7 @@ class SourceStream:
         for name, value in expected.items():
             if (actual := response.getheader(name)) != value:
                 raise ProtocolError(f"answered with {name} {actual!r}, expected {value!r}")
-        return body_of(response, self._connection.sock, stall_s=self._timeouts.stall_s)
+        return body_of(response, self._connection.sock, self.meter, stall_s=self._timeouts.stall_s)
 
     def _refusal(self, response: http.client.HTTPResponse) -> TransferError:
         error = refusal_of(
@@ -256,14 +289,14 @@ class SourceStream:
             return SourceBusyError(str(error), retry_after_s=_retry_after(response))
         return error
 
-    def _judge(self, body: Body, receipt: _Receipt, actual: int) -> memoryview | None:
+    def _judge(self, body: Body, receipt: _Receipt, actual: int) -> tuple[memoryview | None, ChecksumError | None]:
         """Look at a frame that is not, to the last byte, what was expected.
 
         Returns:
-            The header of the next frame, not looked at yet; None behind the last one.
+            The header of the next frame, not looked at yet, None behind the last one; and what is wrong, if the payload
+            is not what the trailer, or the manifest, says.
 
         Raises:
-            ChecksumError: If the payload is not what the trailer, or the manifest, says.
             TransferError: What a FAIL frame behind a VOID trailer tells.
             ProtocolError: If it ends in neither way.
         """
@@ -272,14 +305,15 @@ class SourceStream:
             self._check_header(body, self._next_header(body, receipt.tail), 0)
         if status != framing.GOOD:
             raise ProtocolError(f"a frame ends with {status!r}, expected GOOD or VOID")
-        self._check(receipt.frame, actual=actual, promised=promised)
-        return receipt.tail[framing.TRAILER.size :] or None
+        return receipt.tail[framing.TRAILER.size :] or None, self._damage(receipt.frame, actual, promised)
 
-    def _check(self, frame: framing.Frame, *, actual: int, promised: int) -> None:
+    def _damage(self, frame: framing.Frame, actual: int, promised: int) -> ChecksumError | None:
+        told = f"{self.endpoint}: chunk {frame.chunk}" if frame.chunk is not None else f"{self.endpoint}: a chunk"
         if actual != promised:
-            raise ChecksumError(f"a chunk of {frame.nbytes} bytes hashes to {actual:016x}, sent as {promised:016x}")
+            return ChecksumError(f"{told} of {frame.nbytes} bytes hashes to {actual:016x}, sent as {promised:016x}")
         if frame.chunk is not None and actual != (origin := digest_at(self.manifest.chunk_digests, frame.chunk)):
-            raise ChecksumError(f"chunk {frame.chunk} hashes to {actual:016x}, the manifest says {origin:016x}")
+            return ChecksumError(f"{told} hashes to {actual:016x}, the manifest says {origin:016x}")
+        return None
 
     def _check_header(self, body: Body, header: memoryview, nbytes: int) -> None:
         """Check that a frame of `nbytes` begins; raise what a FAIL frame tells."""
@@ -395,21 +429,6 @@ class Places:
             nbytes -= stop - self._at
             self._at = stop
         return places
-
-
-def _merged(segments: Iterable[Segment]) -> Iterator[Region]:
-    """The regions to ask for: contiguous segments that continue each other are one."""
-    last: Region | None = None
-    for segment in segments:
-        region = segment.source
-        if last is not None and last.is_contiguous and region.is_contiguous and last.end == region.offset:
-            last = Region(offset=last.offset, shape=(last.numel + region.numel,), strides=(1,))
-            continue
-        if last is not None:
-            yield last
-        last = region
-    if last is not None:
-        yield last
 
 
 def _retry_after(response: http.client.HTTPResponse) -> int:

@@ -16,7 +16,7 @@ from weightwire.transfer.manifest import Manifest
 from weightwire.transfer.planning import plan_pull
 from weightwire.transfer.shells import Shells
 from weightwire.transfer.wire.framing import ReadRequest, cut_frames
-from weightwire.transfer.wire.ledger import Segment, cut_segments
+from weightwire.transfer.wire.segments import Segment, cut_segments
 
 MEDIA_TYPE = "application/vnd.weightwire.frames"
 POISON = 0xAB

@@ -6,6 +6,8 @@ import itertools
 import random
 import threading
 from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
@@ -16,7 +18,10 @@ from tests.transfer.conftest import PATIENCE_S
 from weightwire.transfer.manifest import MAX_CHUNK_BYTES, Manifest
 from weightwire.transfer.plan import Copy
 from weightwire.transfer.regions import Region, row_major
-from weightwire.transfer.wire.ledger import Ledger, Segment, cut_segments
+from weightwire.transfer.wire.claims import Claim, Reader
+from weightwire.transfer.wire.framing import cut_frames
+from weightwire.transfer.wire.ledger import Ledger
+from weightwire.transfer.wire.segments import Segment, cut_segments, merged_regions, part_of
 
 MIB = 1 << 20
 
@@ -103,54 +108,167 @@ def test_large_strided_copy_is_cut_into_boxes_of_a_bounded_size() -> None:
     assert [segment.begin for segment in segments] == [begin * 16 * MIB for begin in range(5)]
 
 
+def pairs_of(segments: Iterable[Segment]) -> list[tuple[int, int]]:
+    """What fetching these segments moves, in the order of the packed stream."""
+    return [pair for segment in segments for pair in fetched([segment])]
+
+
+@given(copies(), st.integers(0, 250), st.integers(0, 250))
+def test_part_of_segments_is_that_part_of_their_packed_stream(plan: list[Copy], begin: int, end: int) -> None:
+    segments = list(cut_segments(MANIFEST, plan, num_streams=1))
+    assert pairs_of(part_of(segments, begin, end)) == pairs_of(segments)[begin:end]
+
+
+def frames_of(claim: Claim, manifest: Manifest = MANIFEST) -> list[int]:
+    """Sizes of the frames in which its answer comes."""
+    return [frame.nbytes for frame in cut_frames(manifest, merged_regions(claim.segments))]
+
+
+@dataclass(kw_only=True)
+class Reading:
+    """A claim and its frames, as a stream has them before it."""
+
+    claim: Claim
+    frames: list[int]
+    is_over: bool = False
+
+    def read(self, *, is_good: bool) -> None:
+        goes_on = self.claim.ended(self.frames.pop(0), is_good=is_good)
+        self.is_over = not goes_on or not self.frames
+
+
 class LedgerMachine(RuleBasedStateMachine):
-    """Claims are taken, finished, and given back in part, in any order."""
+    """Claims are taken, read frame by frame, cut short by others, damaged, and given back, in any order."""
 
-    @initialize(plan=copies(), num_streams=st.integers(1, 3))
-    def open(self, plan: list[Copy], num_streams: int) -> None:
-        self.ledger = Ledger(cut_segments(MANIFEST, plan, num_streams=num_streams), num_streams=num_streams)
+    @initialize(plan=copies(), num_streams=st.integers(1, 3), num_sources=st.integers(1, 2), pipelined=st.booleans())
+    def open(self, plan: list[Copy], num_streams: int, num_sources: int, pipelined: bool) -> None:
+        self.now = 0.0
+        self.ledger = Ledger(
+            MANIFEST,
+            plan,
+            num_streams=num_streams,
+            num_sources=num_sources,
+            pipelined=pipelined,
+            clock=lambda: self.now,
+        )
         self.left = Counter(wanted(plan).items())
-        self.claims: list[list[Segment]] = []
+        self.readings: list[Reading] = []
+        self.idle = [Reader(number % num_sources) for number in range(4)]
+        self.is_ending = False
 
-    @rule()
-    def claim(self) -> None:
-        taken = self.ledger.claim(timeout_s=0)
-        out = sum((fetched(claim) for claim in self.claims), Counter[tuple[int, int]]())
-        assert not out & fetched(taken)
-        assert not fetched(taken) - self.left
-        assert bool(taken) == bool(self.left - out)
-        if taken:
-            self.claims.append(taken)
+    @precondition(lambda self: bool(getattr(self, "idle", [])))
+    @rule(data=st.data())
+    def claim(self, data: st.DataObject) -> None:
+        reader = self.idle.pop(data.draw(st.integers(0, len(self.idle) - 1)))
+        claim = self.ledger.claim(reader, timeout_s=0)
+        if claim is None:
+            self.idle.append(reader)
+            return
+        assert not self.is_ending
+        assert not Counter(pairs_of(claim.segments)) - self.left
+        self.readings.append(Reading(claim=claim, frames=frames_of(claim)))
 
-    @precondition(lambda self: bool(getattr(self, "claims", [])))
+    @precondition(lambda self: bool(getattr(self, "readings", [])))
+    @rule(data=st.data(), seconds=st.sampled_from([0.0, 0.001, 0.3, 5.0]), is_good=st.booleans())
+    def read(self, data: st.DataObject, seconds: float, is_good: bool) -> None:
+        reading = data.draw(st.sampled_from(self.readings))
+        self.now += seconds
+        if not reading.is_over:
+            reading.read(is_good=is_good)
+
+    @precondition(lambda self: bool(getattr(self, "readings", [])))
     @rule(data=st.data())
     def settle(self, data: st.DataObject) -> None:
-        claim = self.claims.pop(data.draw(st.integers(0, len(self.claims) - 1)))
-        nbytes = sum(segment.nbytes for segment in claim)
-        verified = data.draw(st.integers(0, nbytes) | st.just(nbytes))
-        moved = [pair for segment in claim for pair in fetched([segment])]
-        self.left -= Counter(moved[:verified])
-        self.ledger.settle(claim, verified_bytes=verified)
+        reading = self.readings.pop(data.draw(st.integers(0, len(self.readings) - 1)))
+        pairs = pairs_of(reading.claim.segments)
+        for begin, end in reading.claim.verified:
+            moved = Counter(pairs[begin:end])
+            assert not moved - self.left
+            self.left -= moved
+        self.ledger.settle(reading.claim)
+        self.idle.append(reading.claim.reader)
+
+    @rule()
+    def end_soon(self) -> None:
+        if hasattr(self, "ledger") and self.now > 20:
+            self.is_ending = True
+            self.ledger.end_soon()
 
     @precondition(lambda self: hasattr(self, "ledger"))
     @invariant()
-    def ledger_is_done_when_everything_is(self) -> None:
+    def every_byte_is_waiting_owned_by_one_or_verified(self) -> None:
         assert self.ledger.is_done == (not self.left)
+        owned = Counter[tuple[int, int]]()
+        for reading in self.readings:
+            claim = reading.claim
+            # What is verified, and what may still land, whatever its reader does next.
+            owned += Counter(pairs_of(part_of(claim.segments, 0, claim.owned)))
+            assert claim.done <= claim.owned
+        assert not owned - self.left
+        assert self.ledger.left_bytes == self.left.total() - sum(r.claim.done for r in self.readings)
 
 
 TestLedger = LedgerMachine.TestCase
 
 
-@given(copies(), st.integers(0, 200))
-def test_claim_that_is_given_back_in_part_is_cut_where_it_broke(plan: list[Copy], verified: int) -> None:
-    ledger = Ledger(cut_segments(MANIFEST, plan, num_streams=1), num_streams=1)
-    claim = ledger.claim(timeout_s=0)
-    verified = min(verified, sum(segment.nbytes for segment in claim))
-    ledger.settle(claim, verified_bytes=verified)
-    rest = ledger.claim(timeout_s=0)
-    pairs = [pair for segment in claim for pair in fetched([segment])]
-    assert [pair for segment in rest for pair in fetched([segment])] == pairs[verified:]
-    ledger.settle(rest, verified_bytes=len(pairs) - verified)
+def open_ledger(
+    nbytes: int, *, chunk_bytes: int = 1, num_streams: int = 2, num_sources: int = 1, pipelined: bool = False
+) -> tuple[Ledger, list[float]]:
+    """A ledger of one flat space, and the clock that it looks at."""
+    now = [0.0]
+    ledger = Ledger(
+        space(nbytes, chunk_bytes=chunk_bytes),
+        [Copy(source=row_major((nbytes,)), target=row_major((nbytes,)))],
+        num_streams=num_streams,
+        num_sources=num_sources,
+        pipelined=pipelined,
+        clock=lambda: now[0],
+    )
+    return ledger, now
+
+
+def taken(ledger: Ledger, reader: Reader | None = None) -> Claim:
+    claim = ledger.claim(reader or Reader("s"), timeout_s=0)
+    assert claim is not None
+    return claim
+
+
+def begins_of(claim: Claim) -> list[tuple[int, int]]:
+    return [(segment.source.offset, segment.source.end) for segment in claim.segments]
+
+
+def finish(ledger: Ledger, claim: Claim, nbytes: int | None = None) -> None:
+    """All that is left of a claim comes in one piece, or only so much of it."""
+    claim.ended(claim.owned - claim.done if nbytes is None else nbytes)
+    ledger.settle(claim)
+
+
+@given(copies(), st.integers(0, 20))
+def test_claim_that_is_given_back_in_part_is_cut_where_it_broke(plan: list[Copy], frames: int) -> None:
+    ledger = Ledger(MANIFEST, plan, num_streams=1)
+    claim = taken(ledger)
+    pairs, verified = pairs_of(claim.segments), sum(frames_of(claim)[:frames])
+    for nbytes in frames_of(claim)[:frames]:
+        assert claim.ended(nbytes)
+    ledger.settle(claim)
+    found: list[tuple[int, int]] = []
+    while rest := ledger.claim(Reader("s"), timeout_s=0):
+        found += pairs_of(rest.segments)
+        finish(ledger, rest)
+    assert found[: len(pairs) - verified] == pairs[verified:]
+    assert ledger.is_done
+
+
+def test_damaged_frames_alone_come_back() -> None:
+    ledger, _ = open_ledger(40, chunk_bytes=10, num_streams=1)
+    claim = taken(ledger)
+    for is_good in (False, True, False, True):
+        claim.ended(10, is_good=is_good)
+    assert claim.verified == [(10, 20), (30, 40)]
+    ledger.settle(claim)
+    again = taken(ledger)
+    assert begins_of(again) == [(0, 10), (20, 30)]
+    finish(ledger, again)
     assert ledger.is_done
 
 
@@ -159,24 +277,17 @@ def test_claim_that_is_given_back_in_part_is_cut_where_it_broke(plan: list[Copy]
 
 def sizes_of(ledger: Ledger) -> list[int]:
     found: list[int] = []
-    while claim := ledger.claim(timeout_s=0):
-        found.append(sum(segment.nbytes for segment in claim))
-        ledger.settle(claim, verified_bytes=found[-1])
+    reader = Reader("s")
+    while claim := ledger.claim(reader, timeout_s=0):
+        found.append(claim.owned)
+        finish(ledger, claim)
     return found
 
 
 @pytest.mark.parametrize("num_streams", [1, 2, 16])
-def test_claims_are_large_at_first_and_smaller_towards_the_end(num_streams: int) -> None:
+def test_claims_of_one_source_are_large_at_first_and_smaller_towards_the_end(num_streams: int) -> None:
     total = 8 << 30
-    manifest = space(total, chunk_bytes=MIB)
-    sizes = sizes_of(
-        Ledger(
-            cut_segments(
-                manifest, [Copy(source=row_major((total,)), target=row_major((total,)))], num_streams=num_streams
-            ),
-            num_streams=num_streams,
-        )
-    )
+    sizes = sizes_of(open_ledger(total, chunk_bytes=MIB, num_streams=num_streams)[0])
     assert sum(sizes) == total
     assert sizes == sorted(sizes, reverse=True)
     # Seven eighths of a stream's share, in pieces of 16 MiB.
@@ -185,98 +296,254 @@ def test_claims_are_large_at_first_and_smaller_towards_the_end(num_streams: int)
 
 
 def test_claim_takes_one_segment_however_large_it_is() -> None:
-    manifest = space(MAX_CHUNK_BYTES, chunk_bytes=MAX_CHUNK_BYTES)
-    region = row_major((MAX_CHUNK_BYTES,))
-    assert sizes_of(
-        Ledger(cut_segments(manifest, [Copy(source=region, target=region)], num_streams=9), num_streams=9)
-    ) == [64 * MIB]
+    sizes = sizes_of(open_ledger(MAX_CHUNK_BYTES, chunk_bytes=MAX_CHUNK_BYTES, num_streams=9)[0])
+    assert sizes == [64 * MIB]
 
 
-def test_claim_of_very_small_segments_stays_a_request_that_a_source_takes() -> None:
+@pytest.mark.parametrize("num_sources", [1, 2])
+def test_claim_of_very_small_segments_stays_a_request_that_a_source_takes(num_sources: int) -> None:
     manifest = space(40_000, chunk_bytes=MIB)
     scattered = [
         Copy(source=row_major((1,), offset=at), target=row_major((1,), offset=at)) for at in range(0, 40_000, 2)
     ]
-    ledger = Ledger(cut_segments(manifest, scattered, num_streams=1), num_streams=1)
-    assert len(ledger.claim(timeout_s=0)) == 1 << 14
+    ledger = Ledger(manifest, scattered, num_streams=1, num_sources=num_sources)
+    assert len(taken(ledger).segments) == 1 << 14
 
 
 def test_claim_never_asks_a_source_for_more_than_it_holds_however_often_a_target_wants_it() -> None:
     manifest = space(3 * MIB, chunk_bytes=MIB)
     again = [Copy(source=row_major((MIB,)), target=row_major((MIB,), offset=at * MIB)) for at in range(9)]
-    segments = list(cut_segments(manifest, again, num_streams=1))
-    assert max(sizes_of(Ledger(segments, num_streams=1))) == 7 * MIB
-    sizes = sizes_of(Ledger(segments, num_streams=1, most_bytes=manifest.total_bytes))
+    sizes = sizes_of(Ledger(manifest, again, num_streams=1))
     assert (max(sizes), sum(sizes)) == (3 * MIB, 9 * MIB)
 
 
-def test_ledger_of_nothing_is_done() -> None:
-    ledger = Ledger([], num_streams=1)
+def measured(ledger: Ledger, now: list[float], name: str, rate: float) -> Reader:
+    """A stream that has read its first claim at a rate, in bytes per second."""
+    reader = Reader(name)
+    claim = taken(ledger, reader)
+    now[0] += claim.owned / rate
+    finish(ledger, claim)
+    return reader
+
+
+def test_claims_of_several_sources_are_a_quarter_of_a_second_of_each_from_a_first_chunk_on() -> None:
+    ledger, now = open_ledger(1024 * MIB, chunk_bytes=MIB, num_streams=2, num_sources=2)
+    first = taken(ledger, Reader("x"))
+    assert first.owned == MIB
+    now[0] += 0.01
+    finish(ledger, first)
+    assert first.reader.rate == 100 * MIB
+    assert taken(ledger, first.reader).owned == 25 * MIB
+    slow = measured(ledger, now, "y", 40 * MIB)
+    assert taken(ledger, slow).owned == 10 * MIB
+
+
+def test_claims_on_a_long_link_are_long() -> None:
+    """Or a source far away would mostly wait for the next request."""
+    ledger, now = open_ledger(4096 * MIB, chunk_bytes=MIB, num_streams=2, num_sources=2)
+    reader = Reader("x")
+    reader.rate, reader.latency_s = 100.0 * MIB, 0.05
+    claim = taken(ledger, reader)
+    assert claim.owned == 100 * MIB
+    now[0] += 0.06
+    claim.ended(MIB)
+    now[0] += 0.99
+    finish(ledger, claim)
+    assert reader.latency_s == pytest.approx(0.05, abs=1e-6)
+
+
+def test_claims_of_a_pipeline_are_short_and_in_rising_order() -> None:
+    ledger, _ = open_ledger(64 * MIB, chunk_bytes=MIB, num_streams=1, pipelined=True)
+    begins: list[int] = []
+    reader = Reader("parent")
+    while claim := ledger.claim(reader, timeout_s=0):
+        assert claim.owned <= 4 * MIB
+        begins.append(claim.segments[0].source.offset)
+        finish(ledger, claim)
+    assert begins == sorted(begins)
+    assert len(begins) >= 16
+
+
+def test_slow_source_takes_nothing_that_a_fast_one_would_have_sooner() -> None:
+    ledger, now = open_ledger(12 * MIB, chunk_bytes=MIB, num_streams=2, num_sources=2)
+    fast = measured(ledger, now, "fast", 100 * MIB)
+    slow = measured(ledger, now, "slow", 1 * MIB)
+    busy = taken(ledger, fast)
+    assert ledger.claim(slow, timeout_s=0) is None
+    # The one that is fast has stopped; nobody else is here.
+    now[0] += 100
+    assert ledger.claim(slow, timeout_s=0) is not None
+    assert busy.done == 0
+
+
+# Taking the end of a claim away
+
+
+CHUNK = MIB // 16
+
+
+def owner_and_thief(*, owner: float, thief: float, name: str = "other") -> tuple[Ledger, list[float], Claim, Reader]:
+    """A stream that has claimed all of 16 chunks, and one that finds nothing left; rates in chunks a second."""
+    ledger, now = open_ledger(16 * CHUNK, chunk_bytes=CHUNK, num_streams=1)
+    busy, idle = Reader("owner"), Reader(name)
+    busy.rate, idle.rate = owner * CHUNK, thief * CHUNK
+    claim = taken(ledger, busy)
+    assert claim.owned == 16 * CHUNK
+    return ledger, now, claim, idle
+
+
+@pytest.mark.parametrize(
+    ("owner", "thief", "kept"),
+    [
+        pytest.param(4, 12, 4, id="three times as fast"),
+        pytest.param(4, 4, 8, id="as fast"),
+        pytest.param(12, 4, 12, id="a third as fast"),
+        pytest.param(1, 1000, 1, id="so fast that only the frame that has begun is left"),
+    ],
+)
+def test_idle_stream_takes_so_much_that_both_are_through_at_once(owner: float, thief: float, kept: int) -> None:
+    ledger, _, claim, idle = owner_and_thief(owner=owner, thief=thief)
+    stolen = taken(ledger, idle)
+    assert claim.owned == kept * CHUNK
+    assert begins_of(stolen)[0][0] == kept * CHUNK
+    assert stolen.owned == (16 - kept) * CHUNK
+    goes_on = [claim.ended(CHUNK) for _ in range(kept)]
+    assert goes_on == [True] * (kept - 1) + [False]
+    ledger.settle(claim)
+    finish(ledger, stolen)
     assert ledger.is_done
-    assert ledger.claim(timeout_s=60) == []
+
+
+@pytest.mark.parametrize(
+    ("owner", "thief", "name"),
+    [
+        pytest.param(400, 400, "other", id="it would win less than a new connection costs"),
+        pytest.param(4, 12, "owner", id="it is of the same source, which would not be faster"),
+        pytest.param(8, 0.5, "other", id="it would need longer for one frame than the owner for all"),
+    ],
+)
+def test_idle_stream_takes_nothing_if(owner: float, thief: float, name: str) -> None:
+    ledger, _, claim, idle = owner_and_thief(owner=owner, thief=thief, name=name)
+    assert ledger.claim(idle, timeout_s=0) is None
+    assert claim.owned == 16 * CHUNK
+
+
+def test_stream_of_the_same_source_helps_one_that_is_stuck() -> None:
+    ledger, now, claim, idle = owner_and_thief(owner=16, thief=16, name="owner")
+    claim.ended(CHUNK)
+    now[0] += 0.4
+    assert ledger.claim(idle, timeout_s=0) is None
+    now[0] += 10
+    assert taken(ledger, idle).owned == 14 * CHUNK
+    # The frame that it is in is still its own: its bytes may come at any moment.
+    assert claim.owned == 2 * CHUNK
+
+
+def test_stream_that_has_stopped_loses_everything_behind_its_frame_without_anybody_dropping_it() -> None:
+    ledger, now, claim, idle = owner_and_thief(owner=1000, thief=1000)
+    for _ in range(4):
+        claim.ended(CHUNK)
+    assert ledger.claim(idle, timeout_s=0) is None
+    now[0] += 1
+    stolen = taken(ledger, idle)
+    assert begins_of(stolen)[0][0] == 5 * CHUNK
+    finish(ledger, stolen)
+    assert not ledger.is_done
+    ledger.settle(claim)
+    assert begins_of(taken(ledger, idle)) == [(4 * CHUNK, 5 * CHUNK)]
+
+
+def test_end_that_its_owner_has_reached_already_stays_with_it() -> None:
+    ledger, _, claim, _ = owner_and_thief(owner=1, thief=1)
+    first, second, *_ = claim.cuts()
+    assert (first, second) == (CHUNK, 2 * CHUNK)
+    claim.ended(CHUNK)
+    claim.ended(CHUNK)
+    assert claim.cut(second) is None
+    assert claim.owned == 16 * CHUNK
+    assert all(claim.ended(CHUNK) for _ in range(14))
+    ledger.settle(claim)
+    assert ledger.is_done
+
+
+def test_everybody_stops_after_the_frame_that_is_on_its_way_and_the_rest_is_kept() -> None:
+    ledger, _, claim, idle = owner_and_thief(owner=1, thief=1)
+    assert claim.ended(CHUNK)
+    ledger.end_soon()
+    assert not claim.ended(CHUNK)
+    ledger.settle(claim)
+    assert ledger.claim(idle, timeout_s=60) is None
+    assert ledger.left_bytes == 14 * CHUNK
+
+
+def test_ledger_of_nothing_is_done() -> None:
+    ledger = Ledger(space(1), [], num_streams=1)
+    assert ledger.is_done
+    assert ledger.claim(Reader("s"), timeout_s=60) is None
 
 
 # Threads
 
 
-def whole(nbytes: int, *, chunk_bytes: int = 1) -> Ledger:
-    manifest = space(nbytes, chunk_bytes=chunk_bytes)
-    return Ledger(
-        cut_segments(manifest, [Copy(source=row_major((nbytes,)), target=row_major((nbytes,)))], num_streams=2),
-        num_streams=2,
-    )
+def whole(nbytes: int, *, chunk_bytes: int = 1, num_sources: int = 1) -> Ledger:
+    copy = Copy(source=row_major((nbytes,)), target=row_major((nbytes,)))
+    return Ledger(space(nbytes, chunk_bytes=chunk_bytes), [copy], num_streams=2, num_sources=num_sources)
 
 
-def waiting(ledger: Ledger) -> tuple[threading.Thread, list[list[Segment]]]:
+def waiting(ledger: Ledger) -> tuple[threading.Thread, list[Claim | None]]:
     """A thread that claims, with as much patience as a test has."""
-    found: list[list[Segment]] = []
-    thread = threading.Thread(target=lambda: found.append(ledger.claim(timeout_s=PATIENCE_S)))
+    found: list[Claim | None] = []
+    thread = threading.Thread(target=lambda: found.append(ledger.claim(Reader("w"), timeout_s=PATIENCE_S)))
     thread.start()
     return thread, found
 
 
 def test_claim_waits_for_what_may_come_back_and_gets_it() -> None:
     ledger = whole(5)
-    claim = ledger.claim(timeout_s=0)
+    claim = taken(ledger)
     thread, found = waiting(ledger)
-    ledger.settle(claim, verified_bytes=3)
+    finish(ledger, claim, 3)
     thread.join(PATIENCE_S)
-    assert [[segment.begin for segment in taken] for taken in found] == [[3, 4]]
+    assert [begins_of(each) for each in found if each] == [[(3, 4), (4, 5)]]
 
 
 def test_claim_ends_when_the_last_segment_is_verified() -> None:
     ledger = whole(5)
-    claim = ledger.claim(timeout_s=0)
+    claim = taken(ledger)
     thread, found = waiting(ledger)
-    ledger.settle(claim, verified_bytes=5)
+    finish(ledger, claim)
     thread.join(PATIENCE_S)
-    assert found == [[]]
+    assert found == [None]
 
 
 def test_closed_ledger_wakes_who_waits_and_gives_nothing_more() -> None:
     ledger = whole(5)
-    claim = ledger.claim(timeout_s=0)
+    claim = taken(ledger)
     thread, found = waiting(ledger)
     ledger.close()
     thread.join(PATIENCE_S)
-    assert found == [[]]
-    ledger.settle(claim, verified_bytes=0)
-    assert ledger.claim(timeout_s=0) == []
+    assert found == [None]
+    ledger.settle(claim)
+    assert ledger.claim(Reader("s"), timeout_s=0) is None
     assert not ledger.is_done
 
 
-def test_streams_that_fail_at_random_lose_nothing_and_fetch_nothing_twice() -> None:
-    ledger = whole(1000, chunk_bytes=7)
+def test_streams_that_fail_at_random_and_steal_lose_nothing_and_fetch_nothing_twice() -> None:
+    ledger = whole(1000, chunk_bytes=7, num_sources=6)
     done: list[Counter[tuple[int, int]]] = []
 
     def stream(seed: int) -> None:
         chance = random.Random(seed)
-        while claim := ledger.claim(timeout_s=PATIENCE_S):
-            nbytes = sum(segment.nbytes for segment in claim)
-            verified = chance.choice([0, chance.randint(0, nbytes), nbytes])
-            pairs = [pair for segment in claim for pair in fetched([segment])]
-            done.append(Counter(pairs[:verified]))
-            ledger.settle(claim, verified_bytes=verified)
+        # Made up, so that some think that others are slow and take from them.
+        reader = Reader(seed)
+        while claim := ledger.claim(reader, timeout_s=PATIENCE_S):
+            reader.rate = 10.0 ** chance.randint(0, 3)
+            for nbytes in frames_of(claim, space(1000, chunk_bytes=7)):
+                if chance.random() < 0.1 or not claim.ended(nbytes, is_good=chance.random() > 0.2):
+                    break
+            pairs = pairs_of(claim.segments)
+            done.extend(Counter(pairs[begin:end]) for begin, end in claim.verified)
+            ledger.settle(claim)
 
     threads = [threading.Thread(target=stream, args=(seed,)) for seed in range(6)]
     for thread in threads:

@@ -48,7 +48,7 @@ from weightwire.transfer.shells import Shells
 from weightwire.transfer.tickets import Ticket, issue_ticket
 from weightwire.transfer.wire import source_routes
 from weightwire.transfer.wire.framing import MAX_REQUEST_BYTES, ReadRequest
-from weightwire.transfer.wire.ledger import cut_segments
+from weightwire.transfer.wire.segments import cut_segments
 from weightwire.transfer.wire.source import Access, Publication, Source, SourceIdentity, SourceLimits
 from weightwire.transfer.wire.source_server import SourceServer
 from weightwire.transfer.wire.stream import SourceStream, Timeouts
