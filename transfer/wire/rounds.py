@@ -129,7 +129,7 @@ class _Look:
         # A single stream of a process that delivers is stuck when not one byte comes.
         self._streams = Watchdog(min_rate=1 / patience.window_s, window_s=patience.window_s)
         self._at = time.monotonic()
-        self._received: dict[int, int] = {}
+        self._received = {id(lane): _received(lane) for lane in round_.lanes}
 
     def take(self, now: float) -> None:
         if now - self._at < self.every_s:
@@ -146,10 +146,10 @@ class _Look:
 
     def _rate(self, seconds: float) -> None:
         for lane in self._round.lanes:
-            received = sum(stream.meter.received for stream in lane.streams)
-            came = received - self._received.get(id(lane), received)
+            received = _received(lane)
+            came = received - self._received[id(lane)]
             self._received[id(lane)] = received
-            if any(stream.meter.asking for stream in lane.streams):
+            if any(stream.meter.asking for stream in lane.streams) or (came and not lane.rate):
                 lane.rate = (lane.rate + came / seconds) / 2 if lane.rate else came / seconds
 
     def _watch(self, now: float, processes: Mapping[Hashable, Sequence[Lane]]) -> None:
@@ -189,6 +189,10 @@ class _Look:
                 busy += rate
                 left += ledger.left_bytes
         return seconds_saved(left, busy=busy, idle=idle) > _WORTH_S
+
+
+def _received(lane: Lane) -> int:
+    return sum(stream.meter.received for stream in lane.streams)
 
 
 def in_turn(live: Sequence[Lane]) -> list[Lane]:

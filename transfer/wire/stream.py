@@ -126,7 +126,10 @@ class SourceStream:
         """
         with self._as_source_errors():
             if self._connection.sock is None:
-                self._connection.connect()
+                try:
+                    self._connection.connect()
+                except TimeoutError as error:
+                    raise SourceUnreachableError(f"no connection within {self._timeouts.connect_s:g} s") from error
                 sock = cast(socket.socket, self._connection.sock)
                 sock.settimeout(self._timeouts.stall_s)
                 tune(sock)

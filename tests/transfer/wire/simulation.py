@@ -5,8 +5,8 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from weightwire.transfer.manifest import Manifest
 from weightwire.transfer.plan import Copy
@@ -31,6 +31,7 @@ class Stream:
     Attributes:
         rate: Bytes per second.
         stops_at: When it says nothing any more.
+        slows_at: When it goes on at `slow_rate`.
         requests: How many it has sent.
         cut: How many of its answers it did not read to the end.
     """
@@ -38,11 +39,15 @@ class Stream:
     reader: Reader
     rate: float
     stops_at: float = float("inf")
+    slows_at: float = float("inf")
+    slow_rate: float = 1.0
     requests: int = 0
     cut: int = 0
     claim: Claim | None = None
-    frames: Iterator[int] = field(default_factory=lambda: iter(()))
-    free_at: float | None = None
+
+    def ends(self, begins: float, nbytes: int) -> float:
+        """When bytes that begin to come are there."""
+        return begins + nbytes / (self.slow_rate if begins >= self.slows_at else self.rate)
 
 
 class Simulation:
@@ -51,11 +56,13 @@ class Simulation:
     Attributes:
         now: Seconds since the beginning.
         ended_at: When the last byte was verified.
+        closes_at: When nobody begins anything any more.
         fetched: How often each byte was verified, by chunk.
     """
 
     def __init__(self, manifest: Manifest) -> None:
         self.now = self.ended_at = 0.0
+        self.closes_at = float("inf")
         self.fetched: Counter[int] = Counter()
         self._manifest = manifest
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -75,7 +82,7 @@ class Simulation:
 
     def start(self, stream: Stream, ledger: Ledger) -> None:
         """Claim, or come back later; ends when the ledger is done."""
-        if stream.stops_at <= self.now:
+        if min(stream.stops_at, self.closes_at) <= self.now:
             return
         claim = ledger.claim(stream.reader, timeout_s=0)
         if claim is None:
@@ -89,7 +96,7 @@ class Simulation:
         self._next(stream, ledger, frames, 0, begins=self.now + LATENCY_S)
 
     def _next(self, stream: Stream, ledger: Ledger, frames: list[int], number: int, *, begins: float) -> None:
-        ends = begins + frames[number] / stream.rate
+        ends = stream.ends(begins, frames[number])
         if ends > stream.stops_at:
             self.at(stream.stops_at + DROPPED_S, lambda: self._settle(stream, ledger))
             return
@@ -133,8 +140,12 @@ def flat(nbytes: int, *, chunk_bytes: int = MIB) -> Manifest:
     return Manifest(model="", revision="", storages=(nbytes,), tensors=(), chunk_bytes=chunk_bytes)
 
 
+def part(begin: int, nbytes: int) -> Copy:
+    return Copy(source=row_major((nbytes,), offset=begin), target=row_major((nbytes,), offset=begin))
+
+
 def whole(nbytes: int) -> list[Copy]:
-    return [Copy(source=row_major((nbytes,)), target=row_major((nbytes,)))]
+    return [part(0, nbytes)]
 
 
 def race(nbytes: int, sources: list[list[Stream]]) -> tuple[Simulation, list[Stream]]:

@@ -7,130 +7,28 @@ import os
 import random
 import socket
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 
-from tests.transfer.conftest import PATIENCE_S, SHORT, Fake, MakeFake, Serve, bits, endpoint_of, filled, read_request
-from tests.transfer.wire.conftest import POISON, Answer, Answering, Closed, Held, Model, Spoil, answer_to, fail
-from weightwire.transfer.control import Control
+from tests.transfer.conftest import PATIENCE_S, SHORT, MakeFake, Serve, bits, endpoint_of, filled, read_request
+from tests.transfer.wire.conftest import Answer, Answering, Closed, Held, Model, Spoil, answer_to, fail
+from tests.transfer.wire.pulling import CHUNK, Pull, asked, cut, endpoint, flip, good, model_of, planned
 from weightwire.transfer.errors import CancelledError, DeadlineError, TransferError
 from weightwire.transfer.intervals import IntervalSet
 from weightwire.transfer.manifest import Topology
-from weightwire.transfer.plan import Plan
-from weightwire.transfer.planning import Supply, plan_pull
 from weightwire.transfer.shells import Shells
 from weightwire.transfer.wire.framing import ReadRequest
-from weightwire.transfer.wire.puller import Puller, PullOptions
+from weightwire.transfer.wire.puller import Puller
 from weightwire.transfer.wire.source import SourceLimits
-from weightwire.transfer.wire.stream import Endpoint, Timeouts
-
-LONG = Timeouts(connect_s=PATIENCE_S, stall_s=PATIENCE_S)
-CHUNK = 16
-
-
-def good(answer: Answer) -> bytes:
-    return answer.text()
-
-
-def model_of(tensors: dict[str, torch.Tensor], *, chunk_bytes: int = CHUNK) -> Model:
-    shells = Shells.from_tensors(tensors, chunk_bytes=chunk_bytes)
-    return Model(shells=shells, manifest=shells.seal())
 
 
 @pytest.fixture
 def long() -> Model:
     """Forty chunks."""
     return model_of({"a": filled("uint8", (40 * CHUNK - 5,)), "b": filled("float32", (1,), seed=1)})
-
-
-def planned(target: Shells, puller: Puller, covered: IntervalSet | None = None) -> Plan:
-    """What is left to be fetched from the sources that were not given up."""
-    covered = puller.coverage.target if covered is None else covered
-    supply = Supply(lost=puller.lost, capacities=puller.capacities, covered=covered)
-    return plan_pull(target.manifest, puller.manifests, supply)
-
-
-class Pull:
-    """One pull of everything that a list of endpoints offers, into poisoned shells."""
-
-    def __init__(
-        self,
-        endpoints: list[Endpoint],
-        models: list[Model],
-        *,
-        target: Shells | None = None,
-        streams: int = 2,
-        timeouts: Timeouts = LONG,
-        busy_patience_s: float = 30.0,
-        stall_window_s: float = PATIENCE_S,
-        deadline_s: float = PATIENCE_S,
-    ) -> None:
-        self.manifests = {model.manifest.digest: model.manifest for model in models}
-        self.target = target or Shells.allocate(models[0].manifest)
-        self.target.fill(POISON)
-        self.control = Control(deadline_s=deadline_s)
-        self.told: list[int] = []
-        options = PullOptions(
-            streams=streams, timeouts=timeouts, busy_patience_s=busy_patience_s, stall_window_s=stall_window_s
-        )
-        self.puller = Puller(self.target, endpoints, self.manifests, options)
-
-    def run(self, on_bytes: Callable[[int], None] | None = None) -> Pull:
-        """Connect, and pull until nobody has anything more to give."""
-        with self.puller as puller:
-            while any((plan := planned(self.target, puller)).copies):
-                puller.connect(plan)
-                puller.pull(plan, self.control, on_bytes or self.told.append)
-        return self
-
-    @property
-    def is_complete(self) -> bool:
-        """True if all is covered; what is covered has been compared by then."""
-        return self.puller.coverage.target.covers(0, self.target.manifest.total_bytes)
-
-    @property
-    def codes(self) -> dict[str, str]:
-        return {failure.instance_id: failure.code for failure in self.puller.failures}
-
-    @property
-    def given(self) -> dict[str, int]:
-        return {instance_id: nbytes for (instance_id, _), nbytes in self.puller.coverage.bytes_by_source.items()}
-
-    def check(self, model: Model) -> None:
-        """Every covered byte is right, and every other one was at most written by an unverified chunk."""
-        memory = b"".join(self.target.views(0, self.target.manifest.total_bytes))
-        for begin, end in self.puller.coverage.target:
-            assert memory[begin:end] == model.memory[begin:end]
-        assert sum(self.given.values()) == self.puller.coverage.target.total
-
-
-def endpoint(model: Model, server: Fake, name: str = "s") -> Endpoint:
-    return endpoint_of(model.manifest, url=server.url, instance_id=name)
-
-
-def asked(server: Fake) -> list[list[tuple[int, int]]]:
-    """The flat intervals of each request."""
-    requests = [ReadRequest.from_bytes(raw).regions for raw in server.requests]
-    return [[(region.offset, region.end) for region in regions] for regions in requests]
-
-
-def cut(frames: int) -> Spoil:
-    """Answers with some frames and a half, and closes the connection."""
-
-    def spoil(answer: Answer) -> bytes:
-        return Closed(answer.text(answer.body[: frames * (CHUNK + 20) + 12], content_length=str(len(answer.body))))
-
-    return spoil
-
-
-def flip(answer: Answer) -> bytes:
-    body = bytearray(answer.body)
-    body[10] ^= 4
-    return answer.text(bytes(body))
 
 
 # Several sources
