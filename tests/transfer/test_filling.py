@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from tests.transfer.conftest import PATIENCE_S, Fake, MakeFake, Serve, bits, endpoint_of, filled, read_request, views_of
+from tests.transfer.wire.conftest import answer_to
+from tests.transfer.wire.pulling import model_of, paced
 from weightwire.transfer.checkpoint import Checkpoint
 from weightwire.transfer.control import Control
 from weightwire.transfer.dtypes import BY_NAME
@@ -277,6 +279,62 @@ def test_lost_sources_are_told_with_what_is_missing(fake: MakeFake, serve: Serve
     with pytest.raises(CoverageError, match=r"'a', 'b', 'c'; sources lost: source_unreachable: source 'x'") as caught:
         run(poisoned(ABC), origins(broken(fake, manifest)))
     assert caught.value.facts["missing"] == ["a", "b", "c"]
+
+
+def test_fast_source_of_another_manifest_takes_over_from_a_slow_one(fake: MakeFake, serve: Serve) -> None:
+    """Shared out evenly before anything is known of them, and again by what was seen."""
+    tensors = {"a": filled("uint8", (300 * 4096,)), "b": filled("uint8", (9,))}
+    held = model_of(tensors, chunk_bytes=4096)
+    fast = serve({"a": tensors["a"]}, chunk_bytes=4096, instance_id="fast")
+    slow = endpoint_of(held.manifest, url=paced(fake, held, frames_per_s=100).url, instance_id="slow")
+    shells = poisoned(tensors, chunk_bytes=4096)
+    result = run(shells, origins((slow, held.manifest), (fast.endpoint(), fast.manifest)))
+    assert contents(shells) == content(tensors)
+    given = {source.instance_id: source.nbytes for source in result.sources}
+    assert sum(given.values()) == result.bytes_peer == 300 * 4096 + 9
+    assert given["fast"] > 0.7 * result.bytes_peer
+    assert result.failures == ()
+
+
+def test_disk_takes_over_from_the_only_source_as_soon_as_it_hangs(
+    fake: MakeFake, serve: Serve, on_disk: MakeCheckpoint
+) -> None:
+    """It would be waited for far longer if nothing else had the weights."""
+    over = threading.Event()
+
+    def hang(connection: socket.socket) -> None:
+        read_request(connection)
+        over.wait(PATIENCE_S)
+
+    hanging = endpoint_of(serve(ABC).manifest, url=fake(hang).url)
+    shells = poisoned(ABC)
+    options = replace(OPTIONS, stall_window_s=0.3)
+    where = origins((hanging, serve(ABC).manifest), disk=on_disk(ABC))
+    result = fill(shells, where, control=Control(deadline_s=PATIENCE_S), options=options)
+    over.set()
+    assert contents(shells) == content(ABC)
+    assert [failure.code for failure in result.failures] == ["source_stalled"]
+    assert (result.bytes_peer, result.bytes_received) == (0, 0)
+
+
+def test_bytes_received_count_what_was_of_no_use_too(fake: MakeFake) -> None:
+    held = model_of({"a": filled("uint8", (64,))}, chunk_bytes=16)
+    spoiled = threading.Event()
+
+    def answer(connection: socket.socket) -> None:
+        while body := read_request(connection)[1]:
+            found = answer_to(body, held.shells)
+            raw = bytearray(found.body)
+            raw[10] ^= not spoiled.is_set()
+            spoiled.set()
+            connection.sendall(found.text(bytes(raw)))
+
+    server = fake(answer)
+    shells = poisoned({"a": torch.empty(64, dtype=torch.uint8)}, chunk_bytes=16)
+    result = run(shells, origins((endpoint_of(held.manifest, url=server.url), held.manifest)))
+    assert result.bytes_peer == 64
+    # Five frames of 16 bytes, four of which were good at once, with 20 bytes around each.
+    assert result.bytes_received == 5 * 36
 
 
 def test_source_without_digests_is_passed_over(serve: Serve, on_disk: MakeCheckpoint) -> None:

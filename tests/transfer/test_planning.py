@@ -574,3 +574,27 @@ def test_planner_plans_several_targets_as_it_plans_each_of_them() -> None:
     plans = Planner([source]).plan_all(targets)
     assert plans == [plan_pull(target, [source]) for target in targets]
     assert [[way.way for way in plan.ways] for plan in plans] == [["reshard", "disk"], ["identical"]]
+
+
+# By measured rates
+
+
+@pytest.mark.parametrize(("rates", "part"), [([1.0, 1.0], 0.5), ([1.0, 0.25], 0.8), ([0.01, 1.0], 0.01)], ids=str)
+def test_what_is_left_is_shared_out_by_the_rates_that_were_seen(rates: list[float], part: float) -> None:
+    tensors = {f"t{number}": torch.empty(1000, dtype=torch.uint8) for number in range(100)}
+    one = Shells.from_tensors(tensors).manifest
+    other = Shells.from_tensors(tensors | {"more": torch.empty(1)}).manifest
+    covered = IntervalSet([(0, 50_000)])
+    plan = plan_pull(one, [one, other], Supply(rates=rates, covered=covered))
+    assert plan.source_bytes(0) + plan.source_bytes(1) == 50_000
+    assert plan.source_bytes(0) == pytest.approx(50_000 * part, abs=1000)
+    again = plan_pull(one, [one, other], Supply(rates=rates, covered=covered))
+    assert again == plan
+
+
+def test_source_that_alone_has_much_is_asked_for_no_more_when_the_rates_say_so() -> None:
+    tensors = {"shared": torch.empty(10_000, dtype=torch.uint8), "alone": torch.empty(10_000, dtype=torch.uint8)}
+    both = Shells.from_tensors(tensors).manifest
+    part = Shells.from_tensors({"shared": tensors["shared"]}).manifest
+    plan = plan_pull(both, [both, part], Supply(rates=[1.0, 1.0]))
+    assert (plan.source_bytes(0), plan.source_bytes(1)) == (10_000, 10_000)

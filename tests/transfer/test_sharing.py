@@ -89,6 +89,10 @@ def test_source_of_many_processes_sends_for_all_of_them() -> None:
     assert even_shares({(0, 1): 4000}, [3, 1]) == {(0, 1): {0: 0.75, 1: 0.25}}
 
 
+def test_source_that_is_slow_sends_less() -> None:
+    assert even_shares({(0, 1): 4000}, [0.25, 1.0]) == {(0, 1): {0: 0.2, 1: 0.8}}
+
+
 def test_source_that_has_much_to_send_alone_is_asked_for_nothing_more() -> None:
     assert even_shares({(0,): 10_000, (0, 1, 2): 4000}, [1] * 3)[0, 1, 2] == {0: 0, 1: 0.5, 2: 0.5}
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from collections.abc import Callable
 
 import torch
 
-from tests.transfer.conftest import PATIENCE_S, Fake, endpoint_of
-from tests.transfer.wire.conftest import POISON, Answer, Closed, Model, Spoil
+from tests.transfer.conftest import PATIENCE_S, Fake, MakeFake, endpoint_of, read_request
+from tests.transfer.wire.conftest import POISON, Answer, Closed, Model, Spoil, answer_to, data
 from weightwire.transfer.control import Control
 from weightwire.transfer.intervals import IntervalSet
 from weightwire.transfer.plan import Plan
@@ -125,3 +127,21 @@ def flip(answer: Answer) -> bytes:
     body = bytearray(answer.body)
     body[10] ^= 4
     return answer.text(bytes(body))
+
+
+def paced(make: MakeFake, model: Model, *, frames_per_s: float) -> Fake:
+    """A server that sends so many frames a second, over all its connections together."""
+    turn = threading.Lock()
+
+    def converse(connection: socket.socket) -> None:
+        while body := read_request(connection)[1]:
+            server.requests.append(body)
+            answer = answer_to(body, model.shells)
+            connection.sendall(answer.text()[: -len(answer.body)])
+            for payload in answer.payloads:
+                with turn:
+                    server.over.wait(1 / frames_per_s)
+                connection.sendall(data(payload))
+
+    server = make(converse)
+    return server

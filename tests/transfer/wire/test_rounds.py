@@ -15,7 +15,7 @@ import torch
 
 from tests.transfer.conftest import PATIENCE_S, Fake, MakeFake, Serve, bits, endpoint_of, filled, read_request
 from tests.transfer.wire.conftest import Answer, Answering, Closed, Held, Model, Spoil, answer_to, data
-from tests.transfer.wire.pulling import LONG, Pull, asked, endpoint, good, model_of, planned
+from tests.transfer.wire.pulling import LONG, Pull, asked, endpoint, good, model_of, paced, planned
 from weightwire.transfer.shells import Shells
 from weightwire.transfer.wire.framing import ReadRequest
 from weightwire.transfer.wire.puller import Puller, PullOptions
@@ -297,36 +297,7 @@ def test_relay_is_read_over_one_connection_in_rising_order(answering: Answering,
     assert len(relay.requests) > 4
 
 
-def test_chunks_are_told_as_soon_as_they_are_proven_where_others_wait_for_them(
-    answering: Answering, large: Model
-) -> None:
-    told: list[tuple[str, list[int]]] = []
-
-    pull = Pull([endpoint(large, answering(good, of=large))], [large], options=PullOptions(pipelined=True, streams=1))
-    pull.puller.coverage.on_proven = lambda manifest, chunks: told.append((manifest, list(chunks)))
-    check_all(pull.run(), large)
-    assert told == [(large.manifest.digest, [chunk]) for chunk in range(400)]
-
-
 # Sources of two manifests
-
-
-def paced(make: MakeFake, model: Model, *, frames_per_s: float) -> Fake:
-    """A server that sends so many frames a second, over all its connections together."""
-    turn = threading.Lock()
-
-    def converse(connection: socket.socket) -> None:
-        while body := read_request(connection)[1]:
-            server.requests.append(body)
-            answer = answer_to(body, model.shells)
-            connection.sendall(answer.text()[: -len(answer.body)])
-            for payload in answer.payloads:
-                with turn:
-                    server.over.wait(1 / frames_per_s)
-                connection.sendall(data(payload))
-
-    server = make(converse)
-    return server
 
 
 def test_round_ends_early_when_one_manifest_is_done_long_before_the_other(fake: MakeFake, serve: Serve) -> None:
