@@ -130,6 +130,21 @@ DeadlineS = Annotated[
     typer.Option(envvar="WEIGHTWIRE_DEADLINE_S", help="Seconds after which it fails with exit code 4.", min=0.001),
 ]
 
+MinRate = Annotated[
+    float,
+    typer.Option(
+        envvar="WEIGHTWIRE_MIN_RATE", help="Bytes per second; a source that delivers less is given up.", min=0
+    ),
+]
+StallWindowS = Annotated[
+    float,
+    typer.Option(
+        envvar="WEIGHTWIRE_STALL_WINDOW_S",
+        help="After how long, if others have what it has; else after ten seconds.",
+        min=0.1,
+    ),
+]
+
 _LAYOUT = "Topology"
 LoadFormatName = Annotated[
     str,

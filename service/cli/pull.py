@@ -72,6 +72,8 @@ def pull(
     streams: Annotated[
         int, typer.Option(envvar="WEIGHTWIRE_STREAMS", help="Connections of each rank to each source.", min=1, max=64)
     ] = 2,
+    min_rate: flags.MinRate = 65536,
+    stall_window_s: flags.StallWindowS = 1.5,
     deadline_s: flags.DeadlineS = 3600.0,
     host: flags.Host = "127.0.0.1",
     port: flags.Port = 0,
@@ -119,9 +121,12 @@ def pull(
                 sources=server.sources if server else None, url=plane.binding(server).url,
             )  # fmt: skip
             stack.callback(target.leave)
+            options = PullOptions(
+                streams=streams, min_rate_bytes_per_s=min_rate, stall_window_s=stall_window_s, tls=connection.trust()
+            )
             request = PullRequest(
                 model=model, revision=revision, checkpoint=disk, topology=topology, build=build, unexpected=policy,
-                deadline_s=max(deadline_s, 1.0), options=PullOptions(streams=streams, tls=connection.trust()),
+                deadline_s=max(deadline_s, 1.0), options=options,
             )  # fmt: skip
             pulled = run.pull(target, request)
             if save is not None:

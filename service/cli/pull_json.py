@@ -19,6 +19,8 @@ def pulled_json(pulled: Pulled) -> Json:
         "state": "ready",
         "seconds": pulled.seconds,
         **_origins(pulled.bytes_peer, pulled.bytes_disk, pulled.tensors, pulled.sources),
+        # Of answers' bodies, whatever became of them: what damage and lost sources have cost.
+        "bytes_received": pulled.bytes_received,
         "failures": [
             {"instance_id": failure.instance_id, "rank": failure.rank, "code": failure.code, "detail": failure.detail}
             for failure in pulled.failures
@@ -31,6 +33,7 @@ def pulled_json(pulled: Pulled) -> Json:
                 # The whole of a single rank's is the transfer's.
                 "seconds": rank.result.seconds if len(pulled.ranks) > 1 else pulled.seconds,
                 **_origins(rank.result.bytes_peer, rank.result.bytes_disk, rank.result.tensors, rank.result.sources),
+                "bytes_received": rank.result.bytes_received,
             }
             for rank in pulled.ranks
         ],

@@ -139,6 +139,10 @@ class Pulled:
         return sum(rank.result.bytes_disk for rank in self.ranks)
 
     @property
+    def bytes_received(self) -> int:
+        return sum(rank.result.bytes_received for rank in self.ranks)
+
+    @property
     def tensors(self) -> Mapping[str, int]:
         """Runtime tensors of all ranks by way."""
         return {way: sum(rank.result.tensors[way] for rank in self.ranks) for way in self.ranks[0].result.tensors}
