@@ -18,6 +18,7 @@ from tests.faults.processes import Json, Lab
 from tests.faults.proxy import Fault, Proxy, Replayed, answered, cut, flipped, shortened, without_range
 from weightwire.service.client import PullRequest, ServiceClient, pull
 from weightwire.transfer import Checkpoint, PullOptions, Timeouts
+from weightwire.transfer.wire.framing import PROTOCOL
 
 PAGE = b"<html><title>Sign in</title>You are not signed in.</html>"
 HTML = ("Content-Type", "text/html; charset=utf-8")
@@ -272,4 +273,4 @@ def test_source_answers_a_request_that_it_does_not_know_with_a_problem(served: L
     connection.close()
     assert (response.status, response.getheader("Content-Type")) == (404, "application/problem+json")
     assert problem["code"] == "not_found"
-    assert response.getheader("Weightwire-Protocol") == "1.0"
+    assert response.getheader("Weightwire-Protocol") == PROTOCOL

@@ -2,6 +2,7 @@
 
     body  := frame*
     frame := "DATA" length:u32  payload[length]  ("GOOD" | "VOID") xxh3_64:u64
+           | "WAIT" length:u32
            | "FAIL" length:u32  problem document[length]
 
 Integers are big-endian. docs/protocol.md is the specification; this module and it are tested against each other.
@@ -10,6 +11,7 @@ Integers are big-endian. docs/protocol.md is the specification; this module and 
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -20,14 +22,21 @@ from weightwire.transfer.manifest import Manifest
 from weightwire.transfer.regions import Region
 
 MEDIA_TYPE = "application/vnd.weightwire.frames"
-PROTOCOL = "1.0"
+PROTOCOL = "1.1"
 
 HEADER = struct.Struct("!4sI")
 TRAILER = struct.Struct("!4sQ")
-DATA, FAIL, GOOD, VOID = b"DATA", b"FAIL", b"GOOD", b"VOID"
+DATA, FAIL, WAIT, GOOD, VOID = b"DATA", b"FAIL", b"WAIT", b"GOOD", b"VOID"
+WAIT_HEADER = HEADER.pack(WAIT, 0)
+# A source that has to wait says so at least as often as this.
+WAIT_INTERVAL_S = 0.5
 FRAME_OVERHEAD_BYTES = HEADER.size + TRAILER.size
 MAX_PROBLEM_BYTES = 1 << 16
 MAX_REQUEST_BYTES = 1 << 22
+# Enough for ten seconds before each of a few frames; an answer of many is sent on the whole, or given up.
+_WAITS_PER_FRAME = 21
+_MAX_WAITS = 1 << 12
+_VERSION = re.compile(r"(\d{1,9})\.(\d{1,9})", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +115,17 @@ def check_extent(manifest: Manifest, request: ReadRequest) -> None:
     wanted = sum(region.numel for region in request.regions)
     if wanted > manifest.total_bytes and wanted > sum(tensor.nbytes for tensor in manifest.tensors):
         raise RegionError(f"read request: asks for {wanted} bytes of a flat space of {manifest.total_bytes}")
+
+
+def understands_waits(spoken: str | None) -> bool:
+    """Whether a reader that states this version skips WAIT headers; one that states none is not taken to."""
+    version = _VERSION.fullmatch((spoken or "").strip())
+    return version is not None and (int(version[1]), int(version[2])) >= (1, 1)
+
+
+def wait_room(num_frames: int) -> int:
+    """For how many WAIT headers an answer of so many frames keeps room, since its length is stated before it begins."""
+    return min(num_frames * _WAITS_PER_FRAME, _MAX_WAITS)
 
 
 class Part(NamedTuple):

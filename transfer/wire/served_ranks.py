@@ -59,10 +59,15 @@ class ServedRanks:
 
         Raises:
             NotFoundError: If the rank is not served here.
-            SourceBusyError: If one of those asked for serves nothing.
+            SourceBusyError: If one of those asked for serves nothing, or is still receiving it.
         """
         asked = self.sources if rank is None else {rank: self.find(rank)}
         found = {rank: source.publication for rank, source in asked.items()}
+        if partial := [str(rank) for rank, publication in found.items() if publication and publication.is_partial]:
+            raise SourceBusyError(
+                f"source: not ready, still receiving rank {', '.join(partial)}",
+                retry_after_s=self.limits.retry_after_s,
+            )
         if waiting := [str(rank) for rank, publication in found.items() if publication is None]:
             raise SourceBusyError(
                 f"source: not ready, nothing is published for rank {', '.join(waiting)}",

@@ -8,10 +8,14 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from weightwire.transfer.errors import FencedError, SourceBusyError, TicketError
+from weightwire.transfer.errors import FencedError, SourceBusyError, SourceError, TicketError
 from weightwire.transfer.manifest import Manifest
 from weightwire.transfer.shells import Shells
 from weightwire.transfer.tickets import Ticket, read_ticket
+from weightwire.transfer.wire.held import Held
+
+# When to come back to a target that will know in a moment whether it can serve while it receives.
+_UNDECIDED_RETRY_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +52,20 @@ class Access:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Publication:
-    """Sealed shells, under the version that tickets and reads name."""
+    """Sealed shells, under the version that tickets and reads name.
+
+    Attributes:
+        held: Which of it is there, while its owner still receives it; it becomes complete in place.
+    """
 
     shells: Shells
     manifest: Manifest
     weight_version: int
+    held: Held | None = None
+
+    @property
+    def is_partial(self) -> bool:
+        return self.held is not None and not self.held.is_complete
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +98,8 @@ class Source:
         self._gate = threading.Condition()
         self._publication: Publication | None = None
         self._withdrawing = False
+        self._undecided = False
+        self._declined: str | None = None
         self._readers = 0
 
     @classmethod
@@ -147,15 +162,41 @@ class Source:
         """
         if shells.manifest.total_bytes and not shells.manifest.chunk_digests:
             raise ValueError("shells have no digests: seal() comes before publish()")
+        self._publish(Publication(shells=shells, manifest=shells.manifest, weight_version=weight_version))
+
+    def publish_partial(self, shells: Shells, held: Held, *, weight_version: int) -> None:
+        """Serve shells that are still being filled, under the manifest that they will have; readers wait for bytes.
+
+        Args:
+            held: Says what is there. Once it is complete this is a publication like any other.
+        """
+        self._publish(Publication(shells=shells, manifest=held.manifest, weight_version=weight_version, held=held))
+
+    def expect(self) -> None:
+        """Ask readers to come back in a moment: whether there will be something to serve is about to be known."""
         with self._gate:
-            self._withdrawing = False
-            self._publication = Publication(shells=shells, manifest=shells.manifest, weight_version=weight_version)
+            self._undecided, self._declined = True, None
+
+    def decline(self, why: str) -> None:
+        """Serve nothing, and say so at once, so that readers go elsewhere; until something is published again.
+
+        A reader that is under way finds the publication gone, and ends its stream with a FAIL frame.
+        """
+        with self._gate:
+            self._undecided, self._declined, self._publication = False, why, None
+            self._gate.notify_all()
+
+    def _publish(self, publication: Publication) -> None:
+        with self._gate:
+            self._withdrawing = self._undecided = False
+            self._declined = None
+            self._publication = publication
             self._gate.notify_all()
 
     def refuse_readers(self) -> None:
         """Let nobody in any more; who reads goes on."""
         with self._gate:
-            self._withdrawing = True
+            self._withdrawing, self._undecided = True, False
 
     def withdraw(self, *, drain_s: float = 5.0) -> None:
         """Serve nothing any more. Returns when no reader is left, or after `drain_s` seconds.
@@ -165,7 +206,7 @@ class Source:
         ends_at = time.monotonic() + drain_s
         with self._gate:
             leaving = self._publication
-            self._withdrawing = True
+            self._withdrawing, self._undecided = True, False
             while self._readers and self._publication is leaving and (left := ends_at - time.monotonic()) > 0:
                 self._gate.wait(left)
             # What was published in the meantime stays.
@@ -178,11 +219,12 @@ class Source:
 
         Raises:
             SourceBusyError: If there is none, it is leaving, or as many read it as may.
+            FencedError: If there will be none, as `decline` was told.
         """
         with self._gate:
             publication = self.publication
             if publication is None:
-                raise self._busy("nothing is published")
+                raise self._nothing_published()
             if not self.seats.acquire(blocking=False):
                 raise self._busy(f"{self.limits.max_readers} readers are served by its process")
             self._readers += 1
@@ -200,6 +242,13 @@ class Source:
         """
         if self._publication is not publication:
             raise FencedError(f"{self}: weight version {publication.weight_version} was withdrawn while it was read")
+
+    def _nothing_published(self) -> SourceError:
+        if self._declined is not None:
+            return FencedError(f"{self}: {self._declined}")
+        if self._undecided:
+            return SourceBusyError(f"{self}: about to receive", retry_after_s=_UNDECIDED_RETRY_S)
+        return self._busy("nothing is published")
 
     def _busy(self, why: str) -> SourceBusyError:
         return SourceBusyError(f"{self}: {why}", retry_after_s=self.limits.retry_after_s)

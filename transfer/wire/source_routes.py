@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import json
 import logging
+import math
 import re
 import socket
 import ssl
@@ -23,6 +24,7 @@ from weightwire.transfer.errors import (
     NotFoundError,
     RequestError,
     SourceBusyError,
+    SourceError,
     TicketError,
     TooLargeError,
     TransferError,
@@ -71,6 +73,22 @@ class _Body:
 
     pieces: Callable[[int, int], Iterator[memoryview]]
     nbytes: int
+
+
+@dataclass(slots=True, kw_only=True)
+class _Unsent:
+    """What is still to be sent of an answer in frames.
+
+    Attributes:
+        left: Of the bytes that were announced.
+        waits: WAIT headers that there is room for; None for a reader that does not understand them.
+        trailer: Of the last frame. It goes out with what comes next: a packet of its own for twelve bytes would cost a
+            system call.
+    """
+
+    left: int
+    waits: int | None
+    trailer: bytes = b""
 
 
 class SourceRoutes(BaseHTTPRequestHandler):
@@ -139,11 +157,13 @@ class SourceRoutes(BaseHTTPRequestHandler):
                 self._check_token()
                 source = self.ranks.find(self._asked_rank(url))
                 with source.reading() as publication:
+                    _check_complete(source, publication)
                     self._send_tensor(source, publication, unquote(name))
             case ["v1", "export.safetensors"]:
                 self._check_token()
                 source = self.ranks.find(self._asked_rank(url))
                 with source.reading() as publication:
+                    _check_complete(source, publication)
                     self._send_export(source, publication)
             case _:
                 raise NotFoundError(f"path {url.path!r}: no such resource on a source", kind="path", name=url.path)
@@ -241,7 +261,11 @@ class SourceRoutes(BaseHTTPRequestHandler):
         _check_fence(source, publication, request)
         framing.check_extent(publication.manifest, request)
         frames = list(framing.cut_frames(publication.manifest, request.regions))
+        # Before it begins the answer says how long it is, so room for what may have to be said is part of it.
+        may_wait = publication.is_partial and framing.understands_waits(self.headers.get("Weightwire-Protocol"))
+        waits = framing.wait_room(len(frames)) if may_wait else None
         announced = sum(frame.nbytes + framing.FRAME_OVERHEAD_BYTES for frame in frames)
+        announced += (waits or 0) * framing.HEADER.size
         self._begin(
             200,
             {
@@ -252,30 +276,68 @@ class SourceRoutes(BaseHTTPRequestHandler):
                 "Weightwire-Manifest": publication.manifest.digest,
                 # Names the question, so that an answer to another one, from a cache on the way, is noticed.
                 "Weightwire-Request": f"{xxhash.xxh3_64_intdigest(self._body):016x}",
+                **({"Weightwire-Waits": str(waits)} if waits else {}),
             },
         )
-        self._send_frames(source, publication, frames, left=announced)
+        self._send_frames(source, publication, frames, _Unsent(left=announced, waits=waits))
 
-    def _send_frames(self, source: Source, publication: Publication, frames: Iterable[Frame], *, left: int) -> None:
-        """Send the frames; `left` is what was announced of the body."""
-        # A trailer goes out with the next frames: a packet of its own for twelve bytes would cost a system call.
-        trailer = b""
-        for batch in _batches(frames):
+    def _send_frames(self, source: Source, publication: Publication, frames: Iterable[Frame], unsent: _Unsent) -> None:
+        # Of what is still being received each frame goes out as soon as it is there.
+        for batch in _batches(frames, most_bytes=0 if publication.is_partial else _BATCH_BYTES):
             try:
+                if publication.held is not None:
+                    self._await_frame(source, publication, batch[0], unsent)
                 source.check_stands(publication)
-            except FencedError as error:
-                self._fail(trailer, error, left=left)
+            except SourceError as error:
+                self._fail(unsent.trailer, error, left=unsent.left)
                 return
-            views, last = _packed(publication, batch, trailer)
+            views, last = _packed(publication, batch, unsent.trailer)
             self._send(views)
-            left -= sum(map(len, views))
+            unsent.left -= sum(map(len, views))
             try:
                 source.check_stands(publication)
             except FencedError as error:
-                self._fail(framing.TRAILER.pack(framing.VOID, 0), error, left=left)
+                self._fail(framing.TRAILER.pack(framing.VOID, 0), error, left=unsent.left)
                 return
-            trailer = framing.TRAILER.pack(framing.GOOD, last)
-        self._send([memoryview(trailer)])
+            unsent.trailer = framing.TRAILER.pack(framing.GOOD, last)
+        self._send([memoryview(unsent.trailer + framing.WAIT_HEADER * (unsent.waits or 0))])
+
+    def _await_frame(self, source: Source, publication: Publication, frame: Frame, unsent: _Unsent) -> None:
+        """Wait for bytes that the target which serves here has not received yet.
+
+        Raises:
+            SourceError: If they will not come, or nothing new has come for too long.
+        """
+        held = publication.held
+        assert held is not None
+
+        def is_there(timeout_s: float) -> bool:
+            source.check_stands(publication)
+            return held.wait_for_frame(frame, timeout_s)
+
+        self._wait_until(is_there, unsent)
+
+    def _wait_until(self, is_so: Callable[[float], bool], unsent: _Unsent) -> None:
+        """Wait before a frame, in steps, and tell a reader that understands it between them that this goes on.
+
+        Args:
+            is_so: Waits for up to so many seconds itself.
+
+        Raises:
+            SourceBusyError: If no room is left to say so: the reader had better ask again.
+        """
+        waited = False
+        while not is_so(framing.WAIT_INTERVAL_S if waited else 0.0):
+            waited = True
+            if unsent.waits is None:
+                continue
+            if not unsent.waits:
+                raise SourceBusyError("source: has waited for as often as it said it might", retry_after_s=0.05)
+            # With the trailer before it: what the reader has can be verified, and handed on, at once.
+            self._send([memoryview(unsent.trailer + framing.WAIT_HEADER)])
+            unsent.left -= len(unsent.trailer) + framing.HEADER.size
+            unsent.waits -= 1
+            unsent.trailer = b""
 
     # -- GET: one tensor, or the whole rank as a checkpoint file ------------------------------------------------------
 
@@ -388,7 +450,8 @@ class SourceRoutes(BaseHTTPRequestHandler):
         body = problem_text(error, status=status)
         headers = {"Content-Type": PROBLEM, "Content-Length": str(len(body)), **(headers or {})}
         if isinstance(error, SourceBusyError):
-            headers["Retry-After"] = str(error.facts.get("retry_after_s", 1))
+            # HTTP knows whole seconds only; the document beside it says it more exactly.
+            headers["Retry-After"] = str(math.ceil(cast(float, error.facts.get("retry_after_s", 1))))
         if isinstance(error, AccessError) and status_for(error) == 401:
             headers["WWW-Authenticate"] = "Ticket" if self.command == "POST" else "Bearer"
         self._begin(status or status_for(error), headers)
@@ -406,7 +469,7 @@ class SourceRoutes(BaseHTTPRequestHandler):
         logger.debug("%s %s", self.client_address[0], format % args)
 
 
-def _batches(frames: Iterable[Frame]) -> Iterator[list[Frame]]:
+def _batches(frames: Iterable[Frame], *, most_bytes: int) -> Iterator[list[Frame]]:
     """Frames that go out in one call: whole chunks together, any other alone.
 
     A whole chunk is vouched for by the manifest, so one that changes while it is sent does not pass for good, whenever
@@ -415,7 +478,7 @@ def _batches(frames: Iterable[Frame]) -> Iterator[list[Frame]]:
     batch: list[Frame] = []
     size = 0
     for frame in frames:
-        if batch and (frame.chunk is None or batch[-1].chunk is None or size + frame.nbytes > _BATCH_BYTES):
+        if batch and (frame.chunk is None or batch[-1].chunk is None or size + frame.nbytes > most_bytes):
             yield batch
             batch, size = [], 0
         batch.append(frame)
@@ -472,6 +535,14 @@ def _check_fence(source: Source, publication: Publication, request: ReadRequest)
     for field, (asked, actual) in facts.items():
         if asked != actual:
             raise FencedError(f"{source}: {field} is {actual} here, {asked} was asked for")
+
+
+def _check_complete(source: Source, publication: Publication) -> None:
+    """Raises:
+    SourceBusyError: If some of it is still to come: here nothing could say so in the middle.
+    """
+    if publication.is_partial:
+        raise SourceBusyError(f"{source}: still receiving", retry_after_s=source.limits.retry_after_s)
 
 
 def _tensor_pieces(publication: Publication, tensor: TensorEntry) -> Callable[[int, int], Iterator[memoryview]]:

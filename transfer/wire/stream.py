@@ -38,6 +38,7 @@ from weightwire.transfer.wire.watchdog import Meter
 
 _MAX_ERROR_BODY_BYTES = 1 << 16
 _PREPARED_FRAMES = 64
+_MOST_WAIT_DIGITS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +118,7 @@ class SourceStream:
         self._response: http.client.HTTPResponse | None = None
         self._is_aborted = False
         self._staging = memoryview(bytearray())
+        self._waits_left = 0
 
     def connect(self) -> None:
         """Open the connection now, not with the first request.
@@ -211,6 +213,8 @@ class SourceStream:
                     shells.scatter(receipt.payload[taken : taken + place.nbytes], place.target, place.begin)
                     taken += place.nbytes
                 yield receipt.frame
+            if self._waits_left:
+                self._read_room(body)
             if not body.finish():
                 raise ProtocolError("the body goes on after its last frame")
 
@@ -279,6 +283,7 @@ class SourceStream:
         for name, value in expected.items():
             if (actual := response.getheader(name)) != value:
                 raise ProtocolError(f"answered with {name} {actual!r}, expected {value!r}")
+        self._waits_left = _announced_waits(response)
         return body_of(response, self._connection.sock, self.meter, stall_s=self._timeouts.stall_s)
 
     def _refusal(self, response: http.client.HTTPResponse) -> TransferError:
@@ -319,7 +324,8 @@ class SourceStream:
         return None
 
     def _check_header(self, body: Body, header: memoryview, nbytes: int) -> None:
-        """Check that a frame of `nbytes` begins; raise what a FAIL frame tells."""
+        """Check that a frame of `nbytes` begins, once the source waits no more; raise what a FAIL frame tells."""
+        self._skip_waits(body, header)
         kind, length = framing.HEADER.unpack(header)
         if kind == framing.FAIL and length <= framing.MAX_PROBLEM_BYTES:
             text = bytearray(length)
@@ -328,6 +334,23 @@ class SourceStream:
             raise error_of(problem) if isinstance(problem, dict) else ProtocolError("a FAIL frame tells nothing")
         if kind != framing.DATA or length != nbytes:
             raise ProtocolError(f"a frame begins with {kind!r} {length}, expected DATA {nbytes}")
+
+    def _skip_waits(self, body: Body, header: memoryview) -> None:
+        """Read headers, into the place of this one, until one says something else than that the source waits."""
+        while header == framing.WAIT_HEADER:
+            if not self._waits_left:
+                raise ProtocolError("the source waits more often than it said it might")
+            self._waits_left -= 1
+            self.meter.waits += 1
+            body.read(header)
+
+    def _read_room(self, body: Body) -> None:
+        """Read past what was kept free for WAIT headers and is filled with them behind the last frame."""
+        rest = bytearray(self._waits_left * framing.HEADER.size)
+        body.read(memoryview(rest))
+        if rest != framing.WAIT_HEADER * self._waits_left:
+            raise ProtocolError("behind the last frame stands something else than WAIT headers")
+        self._waits_left = 0
 
     @staticmethod
     def _next_header(body: Body, tail: memoryview) -> memoryview:
@@ -432,6 +455,13 @@ class Places:
             nbytes -= stop - self._at
             self._at = stop
         return places
+
+
+def _announced_waits(response: http.client.HTTPResponse) -> int:
+    text = response.getheader("Weightwire-Waits", "0")
+    if not text.isascii() or not text.isdigit() or len(text) > _MOST_WAIT_DIGITS:
+        raise ProtocolError(f"answered with Weightwire-Waits {text!r:.80}, expected a number below 100000")
+    return int(text)
 
 
 def _retry_after(response: http.client.HTTPResponse) -> int:

@@ -46,7 +46,7 @@ from weightwire.transfer.regions import Region, row_major
 from weightwire.transfer.shells import Shells
 from weightwire.transfer.tickets import Ticket, issue_ticket
 from weightwire.transfer.wire import source_routes
-from weightwire.transfer.wire.framing import MAX_REQUEST_BYTES, Frame, ReadRequest
+from weightwire.transfer.wire.framing import MAX_REQUEST_BYTES, PROTOCOL, Frame, ReadRequest
 from weightwire.transfer.wire.segments import cut_segments
 from weightwire.transfer.wire.source import Access, Publication, Source, SourceIdentity, SourceLimits
 from weightwire.transfer.wire.source_server import SourceServer
@@ -95,7 +95,7 @@ class Client:
         self.connection.request(method, path, body=body, headers=named)
         response = self.connection.getresponse()
         reply = Reply(status=response.status, headers=response.headers, body=response.read())
-        assert reply.headers["Weightwire-Protocol"] == "1.0"
+        assert reply.headers["Weightwire-Protocol"] == PROTOCOL
         assert reply.headers.get_all("Content-Length") == [reply.headers["Content-Length"]]
         if method != "HEAD":
             assert reply.headers["Content-Length"] == str(len(reply.body))
@@ -320,7 +320,7 @@ def test_read_answers_in_frames_with_the_echo_of_the_question(served: Served, cl
     headers = {name: reply.headers[name] for name in reply.headers if name.startswith("Weightwire")}
     assert reply.headers["Content-Type"] == MEDIA_TYPE
     assert headers == {
-        "Weightwire-Protocol": "1.0",
+        "Weightwire-Protocol": PROTOCOL,
         "Weightwire-Generation": str(GENERATION),
         "Weightwire-Weight-Version": str(VERSION),
         "Weightwire-Manifest": model.manifest.digest,
