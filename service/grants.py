@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -37,13 +37,27 @@ class GrantedSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrantedInstance:
-    """A source instance, with all of its ranks in their order."""
+    """A source instance, with all of its ranks in their order.
+
+    Attributes:
+        relay: Whether it was still receiving itself; then it is of the target's topology, and gives each rank to that
+            of the same number alone.
+        standby: Its tier: it is read once the sources of all lower tiers are given up.
+    """
 
     topology: Topology
     ranks: tuple[GrantedSource, ...]
+    relay: bool = False
+    standby: int = 0
+
+    @property
+    def instance_id(self) -> str:
+        return self.ranks[0].instance_id
 
     def in_order_for(self, target_rank: int, topology: Topology) -> list[GrantedSource]:
         """The ranks as a rank of another topology, or of the same one, should look at them."""
+        if self.relay:
+            return [source for source in self.ranks if source.rank == target_rank]
         twin = target_rank if topology == self.topology else None
         return sorted(self.ranks, key=lambda source: (source.rank != twin, source.rank))
 
@@ -75,6 +89,7 @@ class Transfer:
             tickets are derived from them, so that a transfer does not grow with the product of both.
         sequence: Grows with each change.
         request_digest: Of the request that made it: a repeated request is known by it.
+        relay: Whether the target serves what it has verified while it receives the rest.
     """
 
     transfer_id: str
@@ -90,6 +105,7 @@ class Transfer:
     created_at: float
     deadline_at: float
     request_digest: str
+    relay: bool = False
     idempotency_key: str | None = None
     ended_at: float | None = None
     sequence: int = 1
@@ -112,6 +128,19 @@ class Transfer:
     @property
     def source_instances(self) -> frozenset[str]:
         return frozenset(source.instance_id for source in self.sources)
+
+    def twin(self, rank: int) -> GrantedSource | None:
+        """The best source that lies in memory as a rank of the target does, if it is laid out as the source is."""
+        return next(
+            (
+                source
+                for instance in self.instances
+                if instance.topology == self.topology
+                for source in instance.ranks
+                if source.rank == rank
+            ),
+            None,
+        )
 
     def seconds(self, now: float) -> float:
         """How long it has been running, or ran."""
@@ -162,7 +191,7 @@ def bytes_done(progress: RankProgress) -> int:
     return progress.bytes_peer + progress.bytes_disk
 
 
-def granted_instance(instance: Instance) -> GrantedInstance:
+def granted_instance(instance: Instance, *, standby: int = 0) -> GrantedInstance:
     """What a transfer keeps of an instance that `choose_sources` took."""
     ranks = []
     for _, process in sorted(instance.ranks.items()):
@@ -179,4 +208,34 @@ def granted_instance(instance: Instance) -> GrantedInstance:
                 manifest_digest=process.publication.digest,
             )
         )
-    return GrantedInstance(topology=instance.topology, ranks=tuple(ranks))
+    return GrantedInstance(topology=instance.topology, ranks=tuple(ranks), standby=standby)
+
+
+def granted_relay(
+    transfer: Transfer, instance: Instance, ranks: Collection[int], *, now: float
+) -> GrantedInstance | None:
+    """What the target of a running transfer can give to these ranks of another one; None if it can not.
+
+    Each of its ranks will hold what its twin at the source holds: that is the manifest under which it serves.
+    """
+    found = []
+    for target in transfer.ranks:
+        process, twin = instance.ranks.get(target.rank), transfer.twin(target.rank)
+        if target.rank not in ranks:
+            continue
+        if process is None or process.generation != target.generation or not process.is_live(now):
+            return None
+        if process.url is None or twin is None:
+            return None
+        found.append(
+            replace(
+                twin,
+                instance_id=instance.instance_id,
+                epoch=instance.epoch,
+                generation=process.generation,
+                url=process.url,
+            )
+        )
+    if not transfer.relay or transfer.state.is_final or len(found) != len(ranks):
+        return None
+    return GrantedInstance(topology=transfer.topology, ranks=tuple(found), relay=True)

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from weightwire.service.grants import GrantedSource, Rate, SourceKey, Transfer, bytes_done
+from weightwire.service.grants import GrantedInstance, GrantedSource, Rate, SourceKey, Transfer, bytes_done
 from weightwire.service.instances import Instance, InstanceState, RankProcess
 from weightwire.service.matching import Reason, Want
 from weightwire.service.plans import DryRun, RankPlan
@@ -246,8 +246,9 @@ class TransferBody(_Request):
     topology: TopologyBody = TopologyBody()
     deadline_s: Annotated[float, Field(ge=1, le=86400)] = 3600.0
     max_sources: MaxSources = 8
+    relay: bool = Field(default=False, description="the target serves what it has verified while it receives the rest")
 
-    def to_request(self) -> TransferRequest:
+    def to_request(self, *, takes_relays: bool = False) -> TransferRequest:
         return TransferRequest(
             model=self.model,
             revision=self.revision,
@@ -258,6 +259,8 @@ class TransferBody(_Request):
             topology=self.topology.to_topology(),
             deadline_s=self.deadline_s,
             max_sources=self.max_sources,
+            relay=self.relay,
+            takes_relays=takes_relays,
         )
 
 
@@ -270,6 +273,8 @@ class SourceGrant(_Answer):
     weight_version: int
     manifest_digest: str
     ticket: str
+    relay: bool = Field(description="it is still receiving what it serves, or was when this was granted")
+    standby: int = Field(description="tier: to be read once the sources of all lower tiers are given up")
 
 
 class RankGrant(_Answer):
@@ -367,6 +372,8 @@ class TransferSource(_Answer):
     url: str
     weight_version: int
     manifest_digest: str
+    relay: bool = Field(description="it was still receiving itself when this was granted")
+    standby: int = Field(description="tier: read once the sources of all lower tiers are given up")
     bytes: int = Field(description="that all target ranks have read from it")
     bytes_per_target_rank: dict[int, int] = Field(description="of those that have read from it")
 
@@ -418,7 +425,11 @@ class TransferAnswer(_Answer):
             rate_bytes_per_s=rate.bytes_per_s,
             eta_s=rate.eta_s,
             ranks=[_rank_answer(rank, transfer, seconds) for rank in sorted(transfer.session.ranks)],
-            sources=[_transfer_source(transfer, source) for source in transfer.sources],
+            sources=[
+                _transfer_source(transfer, instance, source)
+                for instance in transfer.instances
+                for source in instance.ranks
+            ],
             reasons=[ReasonAnswer.of(reason) for reason in transfer.reasons],
             error=error_answer(transfer.session.error_code, transfer.session.error_detail),
         )
@@ -662,7 +673,7 @@ def _rank_answer(rank: int, transfer: Transfer, seconds: float) -> RankAnswer:
     )
 
 
-def _transfer_source(transfer: Transfer, source: GrantedSource) -> TransferSource:
+def _transfer_source(transfer: Transfer, instance: GrantedInstance, source: GrantedSource) -> TransferSource:
     read = {rank.rank: nbytes for rank in transfer.ranks if (nbytes := rank.nbytes_from(source))}
     return TransferSource(
         instance_id=source.instance_id,
@@ -672,6 +683,8 @@ def _transfer_source(transfer: Transfer, source: GrantedSource) -> TransferSourc
         url=source.url,
         weight_version=source.weight_version,
         manifest_digest=source.manifest_digest,
+        relay=instance.relay,
+        standby=instance.standby,
         bytes=sum(read.values()),
         bytes_per_target_rank=read,
     )

@@ -27,6 +27,7 @@ from weightwire.service.schemas import (
     error_answer,
     instant,
 )
+from weightwire.transfer.wire.framing import understands_waits
 
 # A listener that takes nothing for so long is gone, whatever its socket says.
 _SEND_TIMEOUT_S = 60.0
@@ -46,8 +47,11 @@ def create_transfer(
     response: Response,
     parts: Parts,
     idempotency_key: Annotated[Name | None, Header()] = None,
+    weightwire_protocol: Annotated[str | None, Header()] = None,
 ) -> GrantAnswer:
-    transfer, is_new = parts.transfers.create(body.to_request(), idempotency_key=idempotency_key)
+    # Who speaks an older version would take a relay for a source that has everything.
+    request = body.to_request(takes_relays=understands_waits(weightwire_protocol))
+    transfer, is_new = parts.transfers.create(request, idempotency_key=idempotency_key)
     response.status_code = 201 if is_new else 200
     response.headers["Location"] = f"/v1/transfers/{transfer.transfer_id}"
     return _grant(transfer, parts)
@@ -130,8 +134,11 @@ def _grant(transfer: Transfer, parts: Components) -> GrantAnswer:
                         weight_version=source.weight_version,
                         manifest_digest=source.manifest_digest,
                         ticket=parts.registry.sign(transfer.ticket(target.rank, source)),
+                        relay=instance.relay,
+                        standby=instance.standby,
                     )
-                    for source in transfer.sources_of(target.rank)
+                    for instance in transfer.instances
+                    for source in instance.in_order_for(target.rank, transfer.topology)
                 ],
             )
             for target in transfer.ranks

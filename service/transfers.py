@@ -12,18 +12,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
-from weightwire.service.grants import TargetRank, Transfer, granted_instance
+from weightwire.service.fleet import RUNNING, Fleet
+from weightwire.service.grants import GrantedInstance, TargetRank, Transfer, granted_instance
 from weightwire.service.instances import Instance
-from weightwire.service.matching import Want, choose_sources
+from weightwire.service.matching import Choice, Want, choose_sources
 from weightwire.service.records import Table
 from weightwire.service.registry import INSTANCES, find_instance
 from weightwire.service.store import Store, Transaction
+from weightwire.service.waves import arrange, count_readers
 from weightwire.transfer.errors import ConflictError, NotFoundError, RequestError
 from weightwire.transfer.manifest import Topology
 from weightwire.transfer.session import RankProgress, Session, TransferState
 
-# Apart, since matching looks at all running transfers, and ended ones stay for a day.
-RUNNING = Table("transfer", Transfer)
 ENDED = Table("ended_transfer", Transfer)
 _IDEMPOTENCY = "idempotency"
 
@@ -37,6 +37,8 @@ class TransferRequest:
     Attributes:
         revision: None takes what `choose_sources` prefers, or the target's own if that is known.
         ranks: (rank, generation) of the target processes that will take.
+        relay: Whether they serve what they have verified while they receive the rest.
+        takes_relays: Whether the target knows what relays and tiers are; without, it gets complete sources only.
     """
 
     model: str
@@ -48,6 +50,8 @@ class TransferRequest:
     topology: Topology
     deadline_s: float
     max_sources: int
+    relay: bool = False
+    takes_relays: bool = False
 
     @property
     def digest(self) -> str:
@@ -184,9 +188,9 @@ class Transfers:
                         transaction.delete(_IDEMPOTENCY, transfer.idempotency_key)
 
     def active_readers(self) -> Counter[str]:
-        """Running transfers of each source instance, by id."""
+        """Running transfers that take from each instance now, by its id."""
         with self._store.transaction() as transaction:
-            return _readers(transaction, self._clock())
+            return count_readers(Fleet.read(transaction, self._clock()).members())
 
     def states(self) -> Counter[TransferState]:
         """How many transfers are known, by state."""
@@ -260,7 +264,10 @@ def _granted(transaction: Transaction, request: TransferRequest, key: str | None
         exclude_instance=request.target_instance,
         max_sources=request.max_sources,
     )
-    choice = choose_sources(INSTANCES.scan(transaction), want, readers=_readers(transaction, now), now=now)
+    fleet = Fleet.read(transaction, now)
+    choice = choose_sources(fleet.instances.values(), want, readers=count_readers(fleet.members()), now=now)
+    instances = _arranged(fleet, choice, request)
+    taken = {instance.instance_id for instance in instances}
     return Transfer(
         transfer_id=secrets.token_hex(12),
         model=request.model,
@@ -270,11 +277,12 @@ def _granted(transaction: Transaction, request: TransferRequest, key: str | None
         target_instance=request.target_instance,
         target_epoch=request.target_epoch,
         ranks=tuple(TargetRank(rank=rank, generation=generation) for rank, generation in sorted(request.ranks)),
-        instances=tuple(map(granted_instance, choice.sources)),
-        reasons=choice.reasons,
+        instances=instances,
+        reasons=tuple(reason for reason in choice.reasons if reason.instance_id not in taken),
         created_at=now,
         deadline_at=now + request.deadline_s,
         request_digest=request.digest,
+        relay=request.relay,
         idempotency_key=key,
         session=Session(ranks={rank: RankProgress() for rank, _ in sorted(request.ranks)}),
     )
@@ -352,14 +360,24 @@ def _check_target(transaction: Transaction, request: TransferRequest, now: float
     return target
 
 
-def _readers(transaction: Transaction, now: float) -> Counter[str]:
-    """Running transfers of each source; one whose target has not been heard of any more does not count."""
-    live = {instance.instance_id for instance in INSTANCES.scan(transaction) if instance.expires_at > now}
-    return Counter(
-        source
-        for transfer in RUNNING.scan(transaction)
-        if transfer.target_instance in live and transfer.deadline_at > now
-        for source in transfer.source_instances
+def _arranged(fleet: Fleet, choice: Choice, request: TransferRequest) -> tuple[GrantedInstance, ...]:
+    """The sources that were chosen, and relays before them if the target knows what these are."""
+    if not request.takes_relays:
+        return tuple(map(granted_instance, choice.sources))
+    relays = fleet.relays(
+        model=request.model,
+        held=(choice.revision, choice.weight_version),
+        topology=request.topology,
+        ranks=[rank for rank, _ in request.ranks],
+    )
+    complete = {instance.instance_id: instance for instance in choice.sources}
+    tiers = arrange(request.target_instance, list(complete), fleet.members(relays))
+    return tuple(
+        granted_instance(complete[name], standby=standby)
+        if name in complete
+        else replace(relays[name], standby=standby)
+        for standby, tier in enumerate(tiers)
+        for name in tier
     )
 
 
