@@ -20,7 +20,7 @@ from weightwire.transfer.checkpoint.regions_on_disk import read_copies
 from weightwire.transfer.checkpoint.specs import specs_of
 from weightwire.transfer.control import Control
 from weightwire.transfer.disk_pieces import disk_copies, names_on_disk
-from weightwire.transfer.errors import IntegrityError, ManifestMismatchError
+from weightwire.transfer.errors import FencedError, IntegrityError, ManifestMismatchError
 from weightwire.transfer.integrity import checksum, digest_text
 from weightwire.transfer.intervals import IntervalSet
 from weightwire.transfer.manifest import Manifest, TensorEntry
@@ -29,6 +29,7 @@ from weightwire.transfer.planning import Planner, Supply, check_servable, entang
 from weightwire.transfer.regions import Region
 from weightwire.transfer.session import RankProgress, TransferState
 from weightwire.transfer.shells import Shells
+from weightwire.transfer.wire.held import Held
 from weightwire.transfer.wire.puller import Puller, PullOptions, SourceFailure
 from weightwire.transfer.wire.stream import Endpoint
 
@@ -99,6 +100,8 @@ def fill(
     control: Control,
     options: PullOptions | None = None,
     on_progress: Callable[[RankProgress], None] = lambda _: None,
+    on_sources: Callable[[Sequence[SourceBytes]], None] = lambda _: None,
+    held: Held | None = None,
 ) -> FillResult:
     """Fill every element of `shells`, or raise.
 
@@ -108,6 +111,9 @@ def fill(
         control: Deadline and stop button.
         options: Of the wire.
         on_progress: Called with growing figures, from several threads, one at a time.
+        on_sources: Called in the same way with what each source has given so far.
+        held: Of the same shells, for those who read them meanwhile: is told what is verified, and completed at the end.
+            It is failed at once if its manifest is none that is taken from.
 
     Raises:
         ManifestMismatchError: Before a byte is written, if source, disk and shells disagree about a tensor.
@@ -116,18 +122,24 @@ def fill(
         CancelledError: If somebody stopped it.
         DeadlineError: If its time is over.
     """
-    return _Filling(shells, origins, control, on_progress).run(options)
+    return _Filling(shells, origins, control, (on_progress, on_sources), held).run(options)
 
 
 class _Filling:
     def __init__(
-        self, shells: Shells, origins: Origins, control: Control, on_progress: Callable[[RankProgress], None]
+        self,
+        shells: Shells,
+        origins: Origins,
+        control: Control,
+        listeners: tuple[Callable[[RankProgress], None], Callable[[Sequence[SourceBytes]], None]],
+        held: Held | None,
     ) -> None:
         self._shells = shells
         self._target = shells.manifest
         self._origins = origins
         self._control = control
-        self._on_progress = on_progress
+        self._on_progress, self._on_sources = listeners
+        self._held = held
         self._lock = threading.Lock()
         self._progress = RankProgress()
         self._from_disk: set[Region] = set()
@@ -146,8 +158,15 @@ class _Filling:
     def run(self, options: PullOptions | None) -> FillResult:
         began = time.monotonic()
         check_specs(self._target, self._specs)
+        agreeing = self._agreeing()
+        self._check_held(agreeing)
         has_disk = self._origins.checkpoint is not None
-        with Puller(self._shells, self._agreeing(), self._origins.manifests, options, has_spare=has_disk) as puller:
+        if self._held is not None:
+            options = replace(options or PullOptions(), pipelined=True)
+        with Puller(self._shells, agreeing, self._origins.manifests, options, has_spare=has_disk) as puller:
+            self._puller = puller
+            if self._held is not None:
+                puller.coverage.on_verified = self._held.add
             self._planner = Planner(puller.manifests)
             plan = self._plan(puller)
             check_servable(plan)
@@ -162,6 +181,8 @@ class _Filling:
         read = time.monotonic()
         self._report(state=TransferState.VERIFYING)
         self._verify(puller)
+        if self._held is not None:
+            self._held.complete()
         self._report(state=TransferState.READY)
         return self._result(plan, puller, seconds=(time.monotonic() - began, pulled - asked, read - pulled))
 
@@ -185,6 +206,12 @@ class _Filling:
             )
         self._endpoints = agreeing
         return agreeing
+
+    def _check_held(self, agreeing: Sequence[Endpoint]) -> None:
+        """Hand nothing on under a manifest that is not taken from: it would promise other values."""
+        if self._held is not None and self._held.manifest.digest not in {endpoint.manifest for endpoint in agreeing}:
+            self._held.fail(FencedError("its manifest has other values than the sources that are taken from"))
+            self._held = None
 
     def _check_disk_agrees(self, plan: Plan) -> None:
         """Before sources and disk are mixed, compare some tensors that both have: they may be two trainings.
@@ -349,10 +376,7 @@ class _Filling:
             tensors={way: ways[way] for way in ("identical", "reshard", "disk", "constant")},
             bytes_peer=puller.coverage.bytes_by_source.total(),
             bytes_disk=self._progress.bytes_disk,
-            sources=tuple(
-                SourceBytes(instance_id=instance_id, rank=rank, nbytes=nbytes)
-                for (instance_id, rank), nbytes in puller.coverage.bytes_by_source.items()
-            ),
+            sources=_given(puller),
             failures=(*self._refused, *puller.failures),
             bytes_received=puller.bytes_received,
         )
@@ -364,8 +388,16 @@ class _Filling:
             bytes_peer = min(before.bytes_peer + nbytes, before.bytes_total - before.bytes_disk)
             self._progress = replace(before, bytes_peer=bytes_peer)
             self._on_progress(self._progress)
+            self._on_sources(_given(self._puller))
 
     def _report(self, *, state: TransferState) -> None:
         with self._lock:
             self._progress = replace(self._progress, state=state)
             self._on_progress(self._progress)
+
+
+def _given(puller: Puller) -> tuple[SourceBytes, ...]:
+    return tuple(
+        SourceBytes(instance_id=instance_id, rank=rank, nbytes=nbytes)
+        for (instance_id, rank), nbytes in puller.coverage.given.items()
+    )

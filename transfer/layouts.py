@@ -147,6 +147,17 @@ def plain_layout(specs: Iterable[CheckpointSpec], identity: ModelIdentity) -> Ma
     return identity.manifest((entry.nbytes for entry in entries), entries)
 
 
+def identified(manifest: Manifest, identity: ModelIdentity) -> Manifest:
+    """The manifest with model, revision, config and specs of an identity; tensors, storages and digests stay."""
+    return replace(
+        manifest,
+        model=identity.model,
+        revision=identity.revision,
+        config=identity.config,
+        checkpoint=identity.checkpoint,
+    )
+
+
 def extended_layout(base: Manifest, specs: Iterable[CheckpointSpec]) -> Manifest:
     """`base` as it is, and behind it the tensors of `specs` that it lacks; without digests."""
     lacking = [spec for spec in specs if spec.name not in base.by_name]

@@ -18,7 +18,7 @@ import torch
 from weightwire.transfer.dtypes import dtype_named
 from weightwire.transfer.errors import ManifestError, NotFoundError
 from weightwire.transfer.integrity import DIGEST_BYTES, checksum, digest_text
-from weightwire.transfer.layouts import Layout, ModelIdentity
+from weightwire.transfer.layouts import Layout, ModelIdentity, identified
 from weightwire.transfer.manifest import DEFAULT_CHUNK_BYTES, Manifest, TensorEntry
 from weightwire.transfer.placement import PlacedConstant
 from weightwire.transfer.regions import Region
@@ -206,13 +206,7 @@ class Shells:
 
     def identify(self, identity: ModelIdentity) -> None:
         """Say what these shells are a copy of; tensors, storages and digests stay."""
-        self.manifest = replace(
-            self.manifest,
-            model=identity.model,
-            revision=identity.revision,
-            config=identity.config,
-            checkpoint=identity.checkpoint,
-        )
+        self.manifest = identified(self.manifest, identity)
 
     def fill_constant(self, name: str, constant: PlacedConstant) -> None:
         """Write a constant region of a tensor."""

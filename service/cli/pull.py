@@ -66,6 +66,9 @@ def pull(
         ),
     ] = None,
     serve: Annotated[bool, typer.Option("--serve", help="Be a source afterwards, until stopped.")] = False,
+    no_relay: Annotated[
+        bool, typer.Option("--no-relay", help="With --serve: serve nothing before everything is there.")
+    ] = False,
     revision: flags.RevisionWanted = None,
     instance_id: flags.InstanceId = None,
     epoch: flags.Epoch = None,
@@ -126,7 +129,7 @@ def pull(
             )
             request = PullRequest(
                 model=model, revision=revision, checkpoint=disk, topology=topology, build=build, unexpected=policy,
-                deadline_s=max(deadline_s, 1.0), options=options,
+                deadline_s=max(deadline_s, 1.0), options=options, relay=not no_relay,
             )  # fmt: skip
             pulled = run.pull(target, request)
             if save is not None:

@@ -27,7 +27,7 @@ from weightwire.transfer.errors import (
 from weightwire.transfer.manifest import Manifest, Topology
 from weightwire.transfer.problems import error_of, refusal_of
 from weightwire.transfer.session import RankProgress
-from weightwire.transfer.wire.framing import PROTOCOL
+from weightwire.transfer.wire.framing import PROTOCOL, understands_waits
 from weightwire.transfer.wire.source import Access
 from weightwire.transfer.wire.stream import Endpoint
 
@@ -124,6 +124,8 @@ class ServiceClient:
                 f"service {url}: the token would travel unencrypted, expected https or --allow-plain-http"
             )
         self.url = str(address)
+        # An older service refuses fields that it does not know.
+        self._spoken = ""
         headers = {"Weightwire-Protocol": PROTOCOL} | ({"Authorization": f"Bearer {token}"} if token else {})
         self._http = httpx.Client(
             base_url=self.url,
@@ -281,6 +283,7 @@ class ServiceClient:
         topology: Topology | None = None,
         weight_version: int | None = None,
         deadline_s: float,
+        relay: bool = False,
         idempotency_key: str | None = None,
     ) -> Grant:
         """Ask for one transfer into registered ranks of one instance: it is ready when all of them are.
@@ -288,6 +291,7 @@ class ServiceClient:
         Args:
             bindings: One, or one for each rank that takes.
             topology: Of the target, as registered; one rank by default. Sources may have another one.
+            relay: Whether the target serves what it has verified while it receives the rest.
 
         Raises:
             ValueError: If there is no binding, or they are not of one instance and epoch.
@@ -296,7 +300,7 @@ class ServiceClient:
         """
         targets = (bindings,) if isinstance(bindings, RankBinding) else tuple(bindings)
         first = _first_of_one_instance(targets)
-        body = {
+        body: Json = {
             "model": model,
             "revision": revision or None,
             "weight_version": weight_version,
@@ -308,6 +312,8 @@ class ServiceClient:
             "topology": _sizes(topology or Topology()),
             "deadline_s": deadline_s,
         }
+        if relay and understands_waits(self._spoken):
+            body["relay"] = True
         headers = {"Idempotency-Key": idempotency_key} if idempotency_key else {}
         answer = self._call("POST", "/v1/transfers", body, headers=headers)
         granted = {rank["rank"]: _items(rank, "sources") for rank in _items(answer, "ranks")}
@@ -402,7 +408,7 @@ class ServiceClient:
             return cast("list[Json]", response.json())
 
     def _check(self, response: httpx.Response) -> None:
-        spoken = response.headers.get("weightwire-protocol", "")
+        self._spoken = spoken = response.headers.get("weightwire-protocol", "")
         if response.is_success and spoken.partition(".")[0] == PROTOCOL.partition(".")[0]:
             return
         if response.is_success and spoken:
@@ -464,6 +470,8 @@ def _endpoint(source: Json, target: RankBinding) -> Endpoint:
         ticket=str(source["ticket"]),
         target_instance=target.instance_id,
         target_rank=target.rank,
+        relay=bool(source.get("relay", False)),
+        standby=int(cast(int, source.get("standby", 0))),
     )
 
 

@@ -33,6 +33,8 @@ class PullRequest:
         unexpected: What a topology makes of checkpoint names without a place.
         deadline_s: For the whole transfer.
         idempotency_key: Asking again with the same key gives the same transfer.
+        relay: Serve what is verified while the rest is received, where the target has a data plane, and will hold
+            exactly what a source holds.
     """
 
     model: str
@@ -45,6 +47,7 @@ class PullRequest:
     deadline_s: float = 3600.0
     options: PullOptions = field(default_factory=PullOptions)
     idempotency_key: str | None = None
+    relay: bool = True
 
     def __post_init__(self) -> None:
         if self.shells is not None and self.topology is not None:

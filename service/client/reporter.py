@@ -49,7 +49,8 @@ class Reporter:
         self._bindings = {binding.rank: binding for binding in bindings}
         self._control = control
         self._newest = {rank: RankProgress() for rank in self._bindings}
-        self._told: dict[int, RankProgress] = {}
+        self._sources: dict[int, Sequence[tuple[str, int, int]]] = dict.fromkeys(self._bindings, ())
+        self._told: dict[int, tuple[RankProgress, Sequence[tuple[str, int, int]]]] = {}
         self._ends: dict[int, _End] = {}
         self._ended_ranks: set[int] = set()
         # Nothing more is to be heard about how far it is: the service ended it, or does not know it any more.
@@ -72,6 +73,10 @@ class Reporter:
     def update(self, rank: int, progress: RankProgress) -> None:
         """Take newer figures; cheap, called for every chunk."""
         self._newest[rank] = progress
+
+    def update_sources(self, rank: int, sources: Sequence[tuple[str, int, int]]) -> None:
+        """Take what a rank has had from whom so far, as (instance, rank, bytes)."""
+        self._sources[rank] = sources
 
     def newest(self, rank: int) -> RankProgress:
         return self._newest[rank]
@@ -124,7 +129,7 @@ class Reporter:
 
     def _report_news(self) -> None:
         unfinished = self.unfinished
-        news = [rank for rank in unfinished if self._newest[rank] != self._told.get(rank)]
+        news = [rank for rank in unfinished if (self._newest[rank], self._sources[rank]) != self._told.get(rank)]
         # Nothing new is reported too: the answer says whether somebody ended the transfer.
         for rank in news or unfinished[:1]:
             progress = self._newest[rank]
@@ -134,8 +139,9 @@ class Reporter:
             self._report(rank, progress)
 
     def _report(self, rank: int, progress: RankProgress) -> None:
+        sources = self._sources[rank]
         try:
-            ended = self._client.report(self._transfer_id, self._bindings[rank], progress)
+            ended = self._client.report(self._transfer_id, self._bindings[rank], progress, sources=sources)
         except ServiceUnreachableError as error:
             logger.debug("progress not reported, moving on: %s", error)
             return
@@ -146,7 +152,7 @@ class Reporter:
         except TransferError as error:
             logger.warning("progress of transfer %s was not taken: %s", self._transfer_id, error)
             return
-        self._told[rank] = progress
+        self._told[rank] = progress, sources
         if ended is not None:
             self._is_over = True
             self._control.stop(ended)

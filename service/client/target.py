@@ -12,6 +12,7 @@ from dataclasses import replace
 from weightwire.service.client.api import Grant, RankBinding, ServiceClient
 from weightwire.service.client.membership import Membership
 from weightwire.service.client.pulls import Pulled, PulledRank, PullEvents, PullRequest
+from weightwire.service.client.relaying import Relay
 from weightwire.service.client.reporter import Reporter
 from weightwire.service.client.side_by_side import for_each_rank
 from weightwire.service.client.target_shells import RankShells, check_locally, define_model, prepare_shells
@@ -26,11 +27,13 @@ from weightwire.transfer.errors import (
     ServiceUnreachableError,
     TransferError,
 )
-from weightwire.transfer.filling import FillResult, Origins, fill
+from weightwire.transfer.filling import FillResult, Origins, SourceBytes, fill
+from weightwire.transfer.layouts import identified
 from weightwire.transfer.manifest import CheckpointSpec, Manifest, Topology
 from weightwire.transfer.planning import Supply, check_servable, plan_pull
 from weightwire.transfer.session import RankProgress, TransferState
 from weightwire.transfer.shells import Shells
+from weightwire.transfer.wire.held import Held
 from weightwire.transfer.wire.source import Source, SourceIdentity
 from weightwire.transfer.wire.stream import Endpoint
 
@@ -68,6 +71,7 @@ class Target:
         self.membership: Membership | None = None
         self._client = client
         self._sources = sources
+        self._relay: Relay | None = None
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -94,29 +98,47 @@ class Target:
         check_locally(request, self.ranks)
         events = events or PullEvents()
         began = time.monotonic()
+        if request.relay and self._sources:
+            self._relay = Relay(self._sources)
+        try:
+            filled = self._pull(request, control, events)
+        except BaseException as error:
+            if self._relay is not None:
+                self._relay.decline(f"its own transfer has ended: {str(error) or type(error).__name__}")
+            raise
+        return replace(filled, seconds=time.monotonic() - began)
+
+    def _pull(self, request: PullRequest, control: Control, events: PullEvents) -> Pulled:
         try:
             grant = self._ask(request, control)
         except ServiceUnreachableError as error:
             if request.checkpoint is None:
                 raise
             logger.warning("no service, loading from disk: %s", error)
-            filled = _Filling(request, control, events).run(self.ranks, {})
-        else:
-            events.on_grant(grant)
-            filled = self._fill(request, grant, control, events)
-        return replace(filled, seconds=time.monotonic() - began)
+            if self._relay is not None:
+                self._relay.decline("it is filled from disk: it serves once it is filled")
+            return _Filling(request, control, events).run(self.ranks, {})
+        events.on_grant(grant)
+        return self._fill(request, grant, control, events)
 
-    def serve(self, pulled: Pulled) -> Membership:
+    def serve(self, pulled: Pulled, *, hash_again: bool = False) -> Membership:
         """Serve what was pulled, to whoever the service sends; if it is away, as soon as it is back.
+
+        Args:
+            hash_again: Look at the memory of ranks that are served already once more, too.
 
         Raises:
             IntegrityError: If the memory does not hold what was verified any more.
         """
         if self._sources is None:
             raise ValueError("target: it has no data plane to serve from")
-        manifests = [_sealed(rank.shells) for rank in pulled.ranks]
+        manifests = []
         for rank in pulled.ranks:
-            self._sources[rank.rank].publish(rank.shells, weight_version=pulled.weight_version)
+            # What is served already had each of its digests compared as it came.
+            kept = self._relay.adopted(rank.rank) if self._relay else None
+            manifests.append(_sealed(rank.shells) if kept is None or hash_again else kept)
+            if kept is None:
+                self._sources[rank.rank].publish(rank.shells, weight_version=pulled.weight_version)
         first = manifests[0]
         if self.membership is None:
             self.membership = self._member(first.model, first.revision, first.topology)
@@ -142,6 +164,7 @@ class Target:
             revision=revision,
             topology=request.world,
             deadline_s=request.deadline_s,
+            relay=self._relay is not None,
             idempotency_key=request.idempotency_key,
         )
 
@@ -153,7 +176,7 @@ class Target:
     def _fill(self, request: PullRequest, grant: Grant, control: Control, events: PullEvents) -> Pulled:
         """Fill under a grant, and report to the service until it is over, whichever way."""
         with Reporter(self._client, grant.transfer_id, self.bindings, control) as reporter:
-            filling = _Filling(request, control, events, grant=grant, reporter=reporter)
+            filling = _Filling(request, control, events, grant=grant, reporter=reporter, relay=self._relay)
             try:
                 return filling.run(self.ranks, self._manifests(grant, control))
             except BaseException as error:
@@ -187,12 +210,14 @@ class _Filling:
         *,
         grant: Grant | None = None,
         reporter: Reporter | None = None,
+        relay: Relay | None = None,
     ) -> None:
         self._request = request
         self._control = control
         self._events = events
         self._grant = grant
         self._reporter = reporter
+        self._relay = relay
         self._telling = threading.Lock()
 
     def run(self, ranks: Sequence[int], manifests: Mapping[str, Manifest]) -> Pulled:
@@ -202,17 +227,21 @@ class _Filling:
         self._check_worlds(manifests)
         prepared = {each.rank: each for each in prepare_shells(request, ranks, held, self._control)}
         self._plan(list(prepared.values()), held)
-        results = for_each_rank(ranks, lambda rank: self._fill(prepared[rank], manifests), self._control)
+        relayed = {rank: self._begin_relay(prepared[rank].shells, held) for rank in ranks}
+        results = for_each_rank(ranks, lambda rank: self._fill(prepared[rank], manifests, relayed[rank]), self._control)
         if request.shells is not None:
             # Put model, revision, config and specs into the manifest of shells that the caller built.
             request.shells.identify(define_model(request, held))
+        for rank in ranks:
+            if (kept := self._relay.adopted(rank) if self._relay else None) is not None:
+                prepared[rank].shells.manifest = kept
         return Pulled(
             ranks=tuple(
                 PulledRank(rank=rank, shells=prepared[rank].shells, result=result, tree=prepared[rank].tree)
                 for rank, result in zip(ranks, results, strict=True)
             ),
             transfer_id=grant.transfer_id if grant else None,
-            weight_version=max((source.weight_version for source in grant.sources), default=0) if grant else 0,
+            weight_version=self._weight_version,
             seconds=max(result.seconds for result in results),
             reasons=grant.reasons if grant else {},
         )
@@ -233,6 +262,9 @@ class _Filling:
         """Of each instance all ranks have to be there: what one of them holds may be needed by any target rank."""
         instances: defaultdict[str, dict[int, Manifest]] = defaultdict(dict)
         for source in self._grant.sources if self._grant else ():
+            if source.relay:
+                # It gives each rank to its twin alone, and is as whole as what it takes from.
+                continue
             instances[source.instance_id][source.rank] = manifests[source.manifest]
         for ranks in instances.values():
             check_world(list(ranks.values()))
@@ -249,7 +281,19 @@ class _Filling:
                 check_servable(plan)
             self._events.on_plan(plan, layout)
 
-    def _fill(self, prepared: RankShells, manifests: Mapping[str, Manifest]) -> FillResult:
+    def _begin_relay(self, shells: Shells, held: Sequence[Manifest]) -> Held | None:
+        if self._relay is None:
+            return None
+        layout = shells.manifest
+        if self._request.shells is not None:
+            layout = identified(layout, define_model(self._request, held))
+        return self._relay.begin(shells, layout, held, weight_version=self._weight_version)
+
+    @property
+    def _weight_version(self) -> int:
+        return max((source.weight_version for source in self._grant.sources), default=0) if self._grant else 0
+
+    def _fill(self, prepared: RankShells, manifests: Mapping[str, Manifest], held: Held | None) -> FillResult:
         rank = prepared.rank
         newest = RankProgress()
 
@@ -261,20 +305,29 @@ class _Filling:
             with self._telling:
                 self._events.on_progress(rank, progress)
 
+        def tell_sources(given: Sequence[SourceBytes]) -> None:
+            if self._reporter is not None:
+                self._reporter.update_sources(rank, _as_reported(given))
+
         result = fill(
             prepared.shells,
             Origins(endpoints=self._endpoints(rank), manifests=manifests, checkpoint=self._request.checkpoint),
             control=self._control,
             options=self._request.options,
             on_progress=tell,
+            on_sources=tell_sources,
+            held=held,
         )
         if self._reporter is not None:
-            given = [(source.instance_id, source.rank, source.nbytes) for source in result.sources]
-            self._reporter.finish(rank, _final(newest, result), sources=given)
+            self._reporter.finish(rank, _final(newest, result), sources=_as_reported(result.sources))
         return result
 
     def _endpoints(self, rank: int) -> tuple[Endpoint, ...]:
         return self._grant.ranks[rank] if self._grant else ()
+
+
+def _as_reported(given: Sequence[SourceBytes]) -> list[tuple[str, int, int]]:
+    return [(source.instance_id, source.rank, source.nbytes) for source in given]
 
 
 def _sealed(shells: Shells) -> Manifest:

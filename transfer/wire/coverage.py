@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from weightwire.transfer.intervals import IntervalSet
 from weightwire.transfer.regions import Region
@@ -22,19 +22,20 @@ class Coverage:
         target: Flat intervals of the shells that are verified.
         proven: By manifest digest, flat intervals of the source whose bytes hash to the manifest's own digests.
         bytes_by_source: Verified bytes by (instance, rank).
-        on_proven: Told of a manifest's chunks, by its digest, as soon as they are proven; from the streams' threads.
+        on_verified: Told at once of places, and of the chunks of a manifest, by its digest, that they proved; from the
+            streams' threads.
     """
 
     def __init__(self) -> None:
         self.target = IntervalSet()
         self.proven: dict[str, IntervalSet] = {}
         self.bytes_by_source: Counter[tuple[str, int]] = Counter()
-        self.on_proven: Callable[[str, Sequence[int]], None] | None = None
+        self.on_verified: Callable[[str, Sequence[Place], Sequence[int]], None] | None = None
         self._strided: dict[Region, list[tuple[Place, tuple[str, int]]]] = {}
         self._lock = threading.Lock()
 
     def add(
-        self, places: Iterable[Place], chunks: Sequence[int], *, endpoint: Endpoint, chunk_bounds: Sequence[int]
+        self, places: Sequence[Place], chunks: Sequence[int], *, endpoint: Endpoint, chunk_bounds: Sequence[int]
     ) -> None:
         """Record places that are verified, and the chunks of the endpoint's manifest that this proved."""
         source = endpoint.instance_id, endpoint.rank
@@ -48,8 +49,14 @@ class Coverage:
             proven = self.proven.setdefault(endpoint.manifest, IntervalSet())
             for chunk in chunks:
                 proven.add(chunk_bounds[chunk], chunk_bounds[chunk + 1])
-        if chunks and self.on_proven is not None:
-            self.on_proven(endpoint.manifest, chunks)
+        if self.on_verified is not None:
+            self.on_verified(endpoint.manifest, places, chunks)
+
+    @property
+    def given(self) -> dict[tuple[str, int], int]:
+        """`bytes_by_source` as it is now."""
+        with self._lock:
+            return dict(self.bytes_by_source)
 
     def settle_partial(self) -> None:
         """At the end of a round: what is there of strided regions is kept, unless it is scattered too widely."""

@@ -63,7 +63,7 @@ class Reader:
 
     shells: Shells
     stream: SourceStream
-    frames: queue.SimpleQueue[framing.Frame | TransferError | None] = field(default_factory=queue.SimpleQueue)
+    frames: queue.SimpleQueue[object] = field(default_factory=queue.SimpleQueue)
 
     def run(self, model: Model) -> None:
         try:
@@ -73,7 +73,7 @@ class Reader:
         except TransferError as error:
             self.frames.put(error)
 
-    def next(self) -> framing.Frame | TransferError | None:
+    def next(self) -> object:
         return self.frames.get(timeout=PATIENCE_S)
 
 
