@@ -28,7 +28,9 @@ class Wave:
 
     def join(self, name: str, *flags: object) -> Running:
         """Start a joiner that serves, and wait until it has been told from whom to take."""
-        self.running[name] = self.lab.pull("--instance-id", name, "--serve", "--save", self.folder / name, *flags)
+        # By one stream, so that what is held back at the proxy is the end and no hole in the middle.
+        flags = ("--streams", 1, "--instance-id", name, "--serve", "--save", self.folder / name, *flags)
+        self.running[name] = self.lab.pull(*flags)
         wait_until(lambda: name in self.transfers())
         return self.running[name]
 

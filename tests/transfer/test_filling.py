@@ -24,6 +24,7 @@ from weightwire.transfer.errors import (
     CheckpointError,
     CoverageError,
     DeadlineError,
+    FencedError,
     IntegrityError,
     ManifestMismatchError,
     TransferError,
@@ -35,6 +36,7 @@ from weightwire.transfer.placement import PlacedConstant, PlacedPiece, ShellPlac
 from weightwire.transfer.regions import Region, row_major
 from weightwire.transfer.session import RankProgress, TransferState
 from weightwire.transfer.shells import Shells
+from weightwire.transfer.wire.held import Held
 from weightwire.transfer.wire.puller import PullOptions
 from weightwire.transfer.wire.stream import Endpoint, Timeouts
 
@@ -688,3 +690,72 @@ def test_two_fills_at_once_from_one_source(serve: Serve) -> None:
     for thread in threads:
         thread.join(PATIENCE_S)
     assert [contents(one) for one in shells] == [content(ABC)] * 3
+
+
+# For those who read while it is filled
+
+
+def held_of(shells: Shells, manifest: Manifest) -> Held:
+    return Held(shells, manifest, patience_s=PATIENCE_S)
+
+
+def fill_held(shells: Shells, where: Origins, held: Held) -> None:
+    fill(shells, where, control=Control(deadline_s=PATIENCE_S), options=OPTIONS, held=held)
+
+
+def test_what_is_verified_is_told_and_completed_at_the_end(serve: Serve) -> None:
+    endpoint, manifest = source(serve, ABC)
+    shells = Shells.allocate(manifest)
+    held = held_of(shells, manifest)
+    there: list[bool] = []
+
+    def verifying(progress: RankProgress) -> None:
+        if progress.state is TransferState.VERIFYING:
+            there.extend(held.wait_for(begin, end, 0) for begin, end in pairwise(manifest.chunk_bounds))
+
+    fill(
+        shells,
+        origins((endpoint, manifest)),
+        control=Control(deadline_s=PATIENCE_S),
+        options=OPTIONS,
+        on_progress=verifying,
+        held=held,
+    )
+    assert there == [True] * (len(manifest.chunk_bounds) - 1)
+    assert held.is_complete
+
+
+def test_what_comes_under_another_manifest_is_compared_with_the_digests_of_the_adopted_one(serve: Serve) -> None:
+    """The same tensors in another order: what the other source calls a chunk is none here."""
+    adopted = Shells.from_tensors(ABC, ModelIdentity(model="m"), chunk_bytes=64).seal()
+    turned = source(serve, dict(reversed(ABC.items())), "turned")
+    shells = Shells.allocate(adopted)
+    held = held_of(shells, adopted)
+    dead = endpoint_of(adopted, instance_id="dead"), adopted
+    fill_held(shells, origins(dead, turned), held)
+    assert held.is_complete
+    assert contents(shells) == content(ABC)
+
+
+def test_nothing_is_handed_on_under_a_manifest_that_is_not_taken_from(serve: Serve) -> None:
+    preferred = source(serve, ABC)
+    other = source(serve, {**ABC, "b": ABC["b"] + 1}, "other")
+    shells = Shells.allocate(preferred[1])
+    held = held_of(shells, other[1])
+    fill_held(shells, origins(preferred, other), held)
+    assert not held.is_complete
+    with pytest.raises(FencedError, match="other values"):
+        held.wait_for(0, 64, 0)
+
+
+def test_what_each_source_gave_is_told_on_the_way(serve: Serve) -> None:
+    told: list[dict[str, int]] = []
+    shells = poisoned(ABC)
+    fill(
+        shells,
+        origins(source(serve, ABC)),
+        control=Control(deadline_s=PATIENCE_S),
+        options=OPTIONS,
+        on_sources=lambda given: told.append({each.instance_id: each.nbytes for each in given}),
+    )
+    assert told[-1] == {"s": 240}

@@ -138,3 +138,14 @@ def test_transfer_that_the_service_forgot_goes_on_unreported(service: Service, c
         service.wait_for(0, READY)
     control.check()
     assert sum(report[1] == receiving(1) for report in service.reports) == 1
+
+
+def test_sources_are_told_of_along_with_the_progress(service: Service, control: Control) -> None:
+    with open_reporter(service, control) as reporter:
+        reporter.update(0, receiving(1))
+        service.wait_for(0, receiving(1))
+        reporter.update_sources(0, [("s", 0, 1)])
+        service.wait_for(0, receiving(1), times=2)
+        reporter.finish(0, READY, sources=[])
+        reporter.finish(1, READY, sources=[])
+    assert (0, receiving(1), [("s", 0, 1)]) in service.reports
