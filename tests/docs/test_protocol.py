@@ -31,7 +31,8 @@ from weightwire.transfer.problems import problem_of, status_for
 from weightwire.transfer.regions import Region
 from weightwire.transfer.shells import Shells
 from weightwire.transfer.tickets import Ticket, issue_ticket, read_ticket
-from weightwire.transfer.wire import framing
+from weightwire.transfer.wire import framing, held
+from weightwire.transfer.wire.held import Held
 from weightwire.transfer.wire.http_range import UnsatisfiableRangeError
 from weightwire.transfer.wire.puller import PullOptions
 from weightwire.transfer.wire.source import Access, Source, SourceIdentity, SourceLimits
@@ -231,9 +232,51 @@ def test_source_answers_the_documented_read_with_the_documented_bytes(source: ht
         "Weightwire-Manifest": manifest().digest,
         "Weightwire-Request": f"{xxhash.xxh3_64_intdigest(body):016x}",
     }
-    assert documented == values.keys()
+    # Only a relay that has not everything yet has something to wait for.
+    assert documented == values.keys() | {"Weightwire-Waits"}
+    assert got.getheader("Weightwire-Waits") is None
     assert {name: got.getheader(name) for name in values} == values
     assert got.read() == FRAMES
+
+
+def test_relay_waits_as_documented() -> None:
+    """The same request at a target that has chunks 0 and 1, and receives the others while it is read."""
+    origin = Shells.allocate(manifest())
+    origin.tensor("scale").fill_(1.0)
+    origin.tensor("weight").copy_(torch.tensor([[1, 2, 3], [4, 5, 6]]))
+    origin.tensor("mask").copy_(torch.tensor([7, 8]))
+    shells = Shells.allocate(manifest())
+    partial = Held(shells, manifest())
+
+    def receive(chunk: int) -> None:
+        begin, end = manifest().chunk_bounds[chunk : chunk + 2]
+        run = Region(offset=begin, shape=(end - begin,), strides=(1,))
+        shells.scatter(memoryview(b"".join(origin.views(begin, end))), run, 0)
+        partial.add(manifest().digest, [(run, 0, run.numel)], [chunk])
+
+    relay = Source(SourceIdentity(instance_id="source-1", generation=1000))
+    relay.grant_access(Access(ticket_key=KEY))
+    relay.publish_partial(shells, partial, weight_version=1)
+    for chunk in (0, 1):
+        receive(chunk)
+    body = json.dumps(REQUESTS["POST /v1/read"])
+    with SourceServer(relay) as server:
+        connection = http.client.HTTPConnection(server.address.host, server.address.port, timeout=20)
+        connection.request(
+            "POST", "/v1/read", body, {"Authorization": f"Ticket {TICKET}", "Weightwire-Protocol": "1.1"}
+        )
+        got = connection.getresponse()
+        waits = int(got.getheader("Weightwire-Waits", "0"))
+        assert got.getheader("Content-Length") == str(len(FRAMES) + 8 * waits)
+        first = FRAMES[: FRAMES.index(b"DATA", 4)]
+        answered = got.read(len(first) + 8)
+        assert answered == first + b"WAIT\0\0\0\0"
+        for chunk in (2, 3):
+            receive(chunk)
+        answered += got.read()
+        connection.close()
+    assert answered.count(b"WAIT\0\0\0\0") == waits
+    assert answered.replace(b"WAIT\0\0\0\0", b"") == FRAMES
 
 
 def test_framing_module_reads_the_documented_bytes() -> None:
@@ -354,6 +397,7 @@ def test_limits_are_those_of_the_code() -> None:
     settings, limits, options = Settings(), SourceLimits(), PullOptions()
     real = [
         framing.MAX_REQUEST_BYTES, MAX_CHUNK_BYTES, framing.MAX_PROBLEM_BYTES,
+        framing.MAX_WAITS, framing.WAIT_INTERVAL_S, held.PATIENCE_S,
         settings.max_manifest_bytes, settings.max_body_bytes, settings.body_timeout_s,
         limits.max_readers, limits.max_connections, limits.retry_after_s, limits.write_timeout_s, limits.idle_timeout_s,
         Timeouts().connect_s, Timeouts().stall_s, options.stall_window_s, options.min_rate_bytes_per_s,

@@ -33,9 +33,9 @@ WAIT_INTERVAL_S = 0.5
 FRAME_OVERHEAD_BYTES = HEADER.size + TRAILER.size
 MAX_PROBLEM_BYTES = 1 << 16
 MAX_REQUEST_BYTES = 1 << 22
-# Enough for ten seconds before each of a few frames; an answer of many is sent on the whole, or given up.
+# Enough for ten seconds before each frame; of many frames few have to be waited for so long.
 _WAITS_PER_FRAME = 21
-_MAX_WAITS = 1 << 12
+MAX_WAITS = 1 << 12
 _VERSION = re.compile(r"(\d{1,9})\.(\d{1,9})", re.ASCII)
 
 
@@ -125,7 +125,7 @@ def understands_waits(spoken: str | None) -> bool:
 
 def wait_room(num_frames: int) -> int:
     """For how many WAIT headers an answer of so many frames keeps room, since its length is stated before it begins."""
-    return min(num_frames * _WAITS_PER_FRAME, _MAX_WAITS)
+    return min(num_frames * _WAITS_PER_FRAME, MAX_WAITS)
 
 
 class Part(NamedTuple):

@@ -20,7 +20,7 @@ from weightwire.transfer.shells import Shells
 from weightwire.transfer.wire.framing import Frame
 
 # Longer than a reader's own watchdog takes to find another source, so that one loss does not tear down a whole chain.
-_PATIENCE_S = 10.0
+PATIENCE_S = 10.0
 
 
 class Held:
@@ -35,7 +35,7 @@ class Held:
         shells: Shells,
         manifest: Manifest,
         *,
-        patience_s: float = _PATIENCE_S,
+        patience_s: float = PATIENCE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args:
