@@ -29,6 +29,7 @@ from weightwire.transfer.replay import Difference, TraceCheck, check_trace, repl
 from weightwire.transfer.saving import save_rank
 from weightwire.transfer.session import RankProgress, TransferState
 from weightwire.transfer.shells import Shells
+from weightwire.transfer.staging import Staging
 from weightwire.transfer.tracing import Trace, trace_placement
 from weightwire.transfer.tree_shells import TreeLayout, build_rank, lay_out_tree
 from weightwire.transfer.wire.puller import PullOptions
@@ -69,6 +70,7 @@ __all__ = [
     "SourceIdentity",
     "SourceLimits",
     "SourceServer",
+    "Staging",
     "Supply",
     "TensorEntry",
     "TensorWay",

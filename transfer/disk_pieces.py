@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 
-import torch
-
 from weightwire.transfer.checkpoint.regions_on_disk import DiskCopy
 from weightwire.transfer.dtypes import dtype_named
 from weightwire.transfer.intervals import IntervalSet
@@ -59,12 +57,12 @@ def disk_copies(
         source = piece.checkpoint.in_bytes(itemsize)
         if runtime.is_contiguous and source.is_contiguous:
             for begin, end in covered.missing(runtime.offset, runtime.end):
-                (view,) = shells.views(begin, end)
+                run = Region(offset=begin, shape=(end - begin,), strides=(1,))
                 at = source.offset + begin - runtime.offset
                 yield DiskCopy(
                     name=piece.name,
                     source=Region(offset=at, shape=(end - begin,), strides=(1,)),
-                    target=torch.frombuffer(view, dtype=torch.uint8),
+                    target=shells.box(run),
                     is_raw=True,
                 )
         else:

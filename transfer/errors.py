@@ -36,6 +36,7 @@
     ├── SettingsError               an option or variable that cannot be right
     ├── ServiceUnreachableError     the control plane does not answer
     ├── AdmissionError              needs more memory than there is
+    ├── DeviceError                 a copy from or to a device that failed
     ├── DeadlineError               the time is over
     └── CancelledError              somebody said stop
 
@@ -284,6 +285,12 @@ class AdmissionError(TransferError):
     """The transfer needs more memory than there is: `facts["needed_bytes"]`, `facts["available_bytes"]`."""
 
     code = "memory_insufficient"
+
+
+class DeviceError(TransferError):
+    """A copy between the host and a device of this process failed, or does not end."""
+
+    code = "device_copy_failed"
 
 
 class DeadlineError(TransferError):

@@ -35,8 +35,6 @@ from weightwire.transfer.wire.stream import Endpoint
 
 logger = logging.getLogger(__name__)
 
-# One read of the disk; short enough that a cancelled transfer stops at once.
-_DISK_STEP_BYTES = 8 << 20
 # How much is compared before sources and disk are mixed: a sample of tensors of all sizes.
 _SAMPLES = 8
 _SAMPLE_BYTES = 64 << 20
@@ -160,6 +158,9 @@ class _Filling:
         check_specs(self._target, self._specs)
         agreeing = self._agreeing()
         self._check_held(agreeing)
+        # Whatever the caller's stream does to the shells comes first. Each copy into them is waited for, so that what
+        # is told to any stream afterwards finds the weights.
+        self._shells.fence()
         has_disk = self._origins.checkpoint is not None
         if self._held is not None:
             options = replace(options or PullOptions(), pipelined=True)
@@ -276,7 +277,8 @@ class _Filling:
             return
         covered = puller.coverage.target
         copies = disk_copies(self._shells, plan.disk, self._specs, covered)
-        read_copies(checkpoint, copies, control=self._control, on_bytes=self._count_disk)
+        put = self._shells.put if self._shells.devices else None
+        read_copies(checkpoint, copies, control=self._control, on_bytes=self._count_disk, put=put)
         for piece in plan.disk:
             tensor = self._target.by_name[piece.tensor]
             self._from_disk.add(self._target.flat_region(tensor))
@@ -326,13 +328,15 @@ class _Filling:
         region = self._target.flat_region(self._target.by_name[name])
         checkpoint = self._origins.checkpoint
         assert checkpoint is not None
-        staging = memoryview(bytearray(min(region.numel, _DISK_STEP_BYTES)))
-        for begin in range(0, region.numel, _DISK_STEP_BYTES):
+        staging = memoryview(bytearray(min(region.numel, self._target.chunk_bytes)))
+        begin = 0
+        for views in self._shells.steps(region):
             self._control.check()
-            end = min(begin + _DISK_STEP_BYTES, region.numel)
+            end = begin + sum(map(len, views))
             there = staging[: end - begin]
             checkpoint.read_into(name, begin, end, there)
-            if b"".join(self._shells.gather(region, begin, end)) != there:
+            begin = end
+            if b"".join(views) != there:
                 raise IntegrityError(
                     f"tensor {name!r}: tied to {owner!r} on the target, but they differ on disk", tensor=name
                 )

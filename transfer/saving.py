@@ -80,12 +80,10 @@ def _is_there(path: Path) -> bool:
 
 def _pieces(shells: Shells, tensor: TensorEntry, on_bytes: Callable[[int], None]) -> Callable[[], Iterator[memoryview]]:
     region = shells.manifest.flat_region(tensor)
-    step = shells.manifest.chunk_bytes
 
     def pieces() -> Iterator[memoryview]:
-        for begin in range(0, region.numel, step):
-            end = min(begin + step, region.numel)
-            yield from shells.gather(region, begin, end)
-            on_bytes(end - begin)
+        for views in shells.steps(region):
+            yield from views
+            on_bytes(sum(map(len, views)))
 
     return pieces

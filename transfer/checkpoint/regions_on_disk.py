@@ -65,6 +65,7 @@ def read_copies(
     control: Control,
     threads: int = DEFAULT_THREADS,
     on_bytes: Callable[[int], None] = lambda _: None,
+    put: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
 ) -> int:
     """Make all copies, in the files' order, by several threads.
 
@@ -74,6 +75,8 @@ def read_copies(
         control: Deadline and stop button, looked at before each step.
         threads: Reads at the same time.
         on_bytes: Called with the bytes of each step that is done, one call at a time.
+        put: Writes the first tensor, a target, from the second, which is good only until it returns; called by all
+            threads. By default torch does, in the stream of the thread.
 
     Returns:
         Bytes of checkpoint elements that were read.
@@ -97,7 +100,7 @@ def read_copies(
     def run(step: DiskCopy) -> None:
         nonlocal done
         control.check()
-        count = _copy(checkpoint, step)
+        count = _copy(checkpoint, step, put)
         with lock:
             done += count
             on_bytes(count)
@@ -165,7 +168,7 @@ def _steps(copy: DiskCopy, itemsize: int) -> Iterator[DiskCopy]:
         yield from _steps(replace(copy, source=part, target=copy.target.narrow(outer, begin, count)), itemsize)
 
 
-def _copy(checkpoint: Checkpoint, step: DiskCopy) -> int:
+def _copy(checkpoint: Checkpoint, step: DiskCopy, put: Callable[[torch.Tensor, torch.Tensor], None] | None) -> int:
     """One step, by the shortest way; returns the bytes of its elements."""
     entry, source, target = checkpoint.entries[step.name], step.source, step.target
     itemsize = _itemsize(step, entry)
@@ -173,13 +176,16 @@ def _copy(checkpoint: Checkpoint, step: DiskCopy) -> int:
     begin = source.offset * itemsize
     dtype = torch.uint8 if step.is_raw else entry.dtype.torch_dtype
     is_plain = source.is_contiguous and target.dtype == dtype
-    if is_plain and target.device.type == "cpu" and target.is_contiguous():
+    if put is None and is_plain and target.device.type == "cpu" and target.is_contiguous():
         checkpoint.read_into(step.name, begin, begin + nbytes, _memory(target, nbytes))
         return nbytes
     span = (source.end - source.offset) * itemsize
     with checkpoint.mapped(step.name, begin, begin + span) as flat:
         view = flat.view(dtype).as_strided(source.shape, source.strides)
-        target.copy_(view)
+        if put is None:
+            target.copy_(view)
+        else:
+            put(target, view)
     return nbytes
 
 

@@ -12,6 +12,7 @@ from weightwire.transfer.control import Control
 from weightwire.transfer.errors import (
     CancelledError,
     DeadlineError,
+    DeviceError,
     ManifestError,
     ProtocolError,
     SourceBusyError,
@@ -131,6 +132,10 @@ class Lane:
             self._drive(stream, ledger, work)
         except (CancelledError, DeadlineError):
             stream.close()
+        except DeviceError as error:
+            # Ours, not the source's: no other source would get any further.
+            stream.close()
+            work.control.stop(error)
         except SourceStalledError as error:
             stream.close()
             # A process that is stopped says nothing on any stream, nor for any of its ranks: to wait for each of them

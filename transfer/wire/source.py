@@ -187,6 +187,8 @@ class Source:
             self._gate.notify_all()
 
     def _publish(self, publication: Publication) -> None:
+        # Once for all readers: none of them waits for the engine's stream, which goes on.
+        publication.shells.fence()
         with self._gate:
             self._withdrawing = self._undecided = False
             self._declined = None

@@ -10,7 +10,7 @@ import math
 import re
 import socket
 import ssl
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
 from typing import Protocol, cast
@@ -18,8 +18,10 @@ from urllib.parse import SplitResult, unquote, urlsplit
 
 import xxhash
 
+from weightwire.transfer.device_shells import Departure
 from weightwire.transfer.errors import (
     AccessError,
+    DeviceError,
     FencedError,
     NotFoundError,
     RequestError,
@@ -279,11 +281,17 @@ class SourceRoutes(BaseHTTPRequestHandler):
                 **({"Weightwire-Waits": str(waits)} if waits else {}),
             },
         )
-        self._send_frames(source, publication, frames, _Unsent(left=announced, waits=waits))
+        with publication.shells.departure() as departure:
+            self._send_frames(source, (publication, departure), frames, _Unsent(left=announced, waits=waits))
 
-    def _send_frames(self, source: Source, publication: Publication, frames: Iterable[Frame], unsent: _Unsent) -> None:
+    def _send_frames(
+        self, source: Source, held: tuple[Publication, Departure], frames: Sequence[Frame], unsent: _Unsent
+    ) -> None:
+        publication, departure = held
         # Of what is still being received each frame goes out as soon as it is there.
-        for batch in _batches(frames, most_bytes=0 if publication.is_partial else _BATCH_BYTES):
+        whole = _BATCH_BYTES if not publication.is_partial and not publication.shells.devices else 0
+        batches = list(_batches(frames, most_bytes=whole))
+        for number, batch in enumerate(batches, 1):
             try:
                 if publication.held is not None:
                     self._await_frame(source, publication, batch[0], unsent)
@@ -291,7 +299,13 @@ class SourceRoutes(BaseHTTPRequestHandler):
             except SourceError as error:
                 self._fail(unsent.trailer, error, left=unsent.left)
                 return
-            views, last = _packed(publication, batch, unsent.trailer)
+            try:
+                views, last = _packed(publication, departure, batch, unsent.trailer)
+                if number < len(batches) and not publication.is_partial:
+                    departure.ahead(batches[number][0].parts)
+            except DeviceError as error:
+                self._fail(unsent.trailer, _as_ours(source, error), left=unsent.left)
+                return
             self._send(views)
             unsent.left -= sum(map(len, views))
             try:
@@ -470,7 +484,7 @@ class SourceRoutes(BaseHTTPRequestHandler):
 
 
 def _batches(frames: Iterable[Frame], *, most_bytes: int) -> Iterator[list[Frame]]:
-    """Frames that go out in one call: whole chunks together, any other alone.
+    """Frames that go out in one call: whole chunks together, any other alone, and so each that is copied first.
 
     A whole chunk is vouched for by the manifest, so one that changes while it is sent does not pass for good, whenever
     the fence is looked at. What is hashed here is looked at one by one.
@@ -487,14 +501,16 @@ def _batches(frames: Iterable[Frame], *, most_bytes: int) -> Iterator[list[Frame
         yield batch
 
 
-def _packed(publication: Publication, batch: list[Frame], trailer: bytes) -> tuple[list[memoryview], int]:
+def _packed(
+    publication: Publication, departure: Departure, batch: list[Frame], trailer: bytes
+) -> tuple[list[memoryview], int]:
     """A batch as it goes out, behind the trailer of the frame before, and the digest of its last frame."""
     views: list[memoryview] = []
     digest = 0
     for frame in batch:
         if views:
             trailer = framing.TRAILER.pack(framing.GOOD, digest)
-        payload = [view for part in frame.parts for view in publication.shells.gather(*part)]
+        payload = departure.gather(frame.parts)
         digest = _digest(publication, frame, payload)
         views.append(memoryview(trailer + framing.HEADER.pack(framing.DATA, frame.nbytes)))
         views += payload
@@ -506,6 +522,11 @@ def _digest(publication: Publication, frame: Frame, views: list[memoryview]) -> 
     if frame.chunk is not None:
         return digest_at(publication.manifest.chunk_digests, frame.chunk)
     return checksum(views)
+
+
+def _as_ours(source: Source, error: TransferError) -> TransferError:
+    """What a reader is told of an error: that our device fails must not look as if its own did."""
+    return SourceError(f"{source}: {error}") if isinstance(error, DeviceError) else error
 
 
 def _check_ticket(source: Source, ticket: Ticket, request: ReadRequest) -> None:
@@ -548,10 +569,9 @@ def _check_complete(source: Source, publication: Publication) -> None:
 def _tensor_pieces(publication: Publication, tensor: TensorEntry) -> Callable[[int, int], Iterator[memoryview]]:
     """The tensor's row-major bytes between two positions, in pieces of at most a chunk."""
     region = publication.manifest.flat_region(tensor)
-    step = publication.manifest.chunk_bytes
 
     def pieces(begin: int, end: int) -> Iterator[memoryview]:
-        for at in range(begin, end, step):
-            yield from publication.shells.gather(region, at, min(at + step, end))
+        for views in publication.shells.steps(region, begin, end):
+            yield from views
 
     return pieces

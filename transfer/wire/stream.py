@@ -14,10 +14,12 @@ from typing import NamedTuple, cast
 import xxhash
 
 from weightwire.transfer.address import Address
+from weightwire.transfer.device_shells import Landing
 from weightwire.transfer.errors import (
     CancelledError,
     ChecksumError,
     DeadlineError,
+    DeviceError,
     ProtocolError,
     SourceBusyError,
     SourceRefusedError,
@@ -117,7 +119,7 @@ class SourceStream:
         self._sock: socket.socket | None = None
         self._response: http.client.HTTPResponse | None = None
         self._is_aborted = False
-        self._staging = memoryview(bytearray())
+        self._landing: Landing | None = None
         self._waits_left = 0
 
     def connect(self) -> None:
@@ -182,6 +184,7 @@ class SourceStream:
         Raises:
             SourceError: As its subclasses say; what was yielded before stays good.
             TicketError: If the source does not take the ticket.
+            DeviceError: If the shells cannot be written, which is no fault of the source's.
         """
         self.meter.asking = True
         try:
@@ -191,12 +194,30 @@ class SourceStream:
 
     def _fetch(self, segments: Sequence[Segment], shells: Shells) -> Generator[framing.Frame | Damage, None, None]:
         self.connect()
+        if self._landing is None or self._landing.memory is not shells:
+            self._landing = shells.landing(self.manifest.chunk_bytes, self._not_asking)
+        with contextlib.closing(self._landing.landed(self._receive(segments, shells))) as landed:
+            for receipt in landed:
+                yield receipt.frame if receipt.damage is None else Damage(receipt.frame, receipt.damage)
+
+    @contextlib.contextmanager
+    def _not_asking(self) -> Iterator[None]:
+        """While our own device is waited for the source has nothing to answer for."""
+        self.meter.asking = False
+        try:
+            yield
+        finally:
+            self.meter.asking = True
+
+    def _receive(self, segments: Sequence[Segment], shells: Shells) -> Generator[_Receipt, None, None]:
+        """Read and verify a frame whenever it is asked for one."""
         with self._as_source_errors():
             body = self._ask(segments)
             first = memoryview(bytearray(framing.HEADER.size))
             body.read(first)
             header: memoryview | None = first
-            for receipt in self._receipts(segments, shells):
+            for wanted in self._receipts(segments, shells):
+                receipt = wanted
                 if header is not None:
                     self._check_header(body, header, receipt.frame.nbytes)
                 body.read(receipt.payload, receipt.tail)
@@ -204,15 +225,11 @@ class SourceStream:
                 if receipt.tail == receipt.expected and actual == receipt.origin:
                     header = None
                 else:
-                    header, error = self._judge(body, receipt, actual)
-                    if error is not None:
-                        yield Damage(receipt.frame, error)
-                        continue
-                taken = 0
-                for place in receipt.scattered:
-                    shells.scatter(receipt.payload[taken : taken + place.nbytes], place.target, place.begin)
-                    taken += place.nbytes
-                yield receipt.frame
+                    header, damage = self._judge(body, receipt, actual)
+                    if damage is not None:
+                        # Nothing of it goes into the shells, and its turn comes behind what is on its way there.
+                        receipt = receipt._replace(scattered=[], damage=damage)
+                yield receipt
             if self._waits_left:
                 self._read_room(body)
             if not body.finish():
@@ -242,16 +259,15 @@ class SourceStream:
         destination: tuple[list[Place], Shells],
     ) -> _Receipt:
         places, shells = destination
-        views = shells.views(*places[0].flat) if len(places) == 1 and places[0].is_contiguous else []
-        direct = len(views) == 1
-        payload = views[0] if direct else self._stage(frame.nbytes)
+        direct = shells.direct(*places[0].flat) if len(places) == 1 and places[0].is_contiguous else None
+        payload = self._buffer(frame.nbytes) if direct is None else direct
         tail = tail if after is not None else tail[: framing.TRAILER.size]
         origin = None if frame.chunk is None else digest_at(self.manifest.chunk_digests, frame.chunk)
         expected = b"" if origin is None else framing.TRAILER.pack(framing.GOOD, origin)
         if after is not None:
             # The next frame's header comes along with this one's trailer.
             expected += framing.HEADER.pack(framing.DATA, after.nbytes)
-        return _Receipt(frame, payload, tail, expected, origin, [] if direct else places)
+        return _Receipt(frame, payload, tail, expected, origin, places if direct is None else [])
 
     def _ask(self, segments: Sequence[Segment]) -> Body:
         """Send the request; an answer that is not the frames that were asked for is an error."""
@@ -361,10 +377,9 @@ class SourceStream:
             body.read(header)
         return header
 
-    def _stage(self, nbytes: int) -> memoryview:
-        if len(self._staging) < nbytes:
-            self._staging = memoryview(bytearray(self.manifest.chunk_bytes))
-        return self._staging[:nbytes]
+    def _buffer(self, nbytes: int) -> memoryview:
+        assert self._landing is not None
+        return self._landing.buffer(nbytes)
 
     @contextlib.contextmanager
     def _as_source_errors(self) -> Iterator[None]:
@@ -387,8 +402,9 @@ class SourceStream:
 
 
 def _told_by(endpoint: Endpoint, error: TransferError) -> TransferError:
-    # When a source says that it was stopped, or out of time, the transfer is neither.
-    kind = SourceRefusedError if isinstance(error, (CancelledError, DeadlineError)) else type(error)
+    # When a source says that it was stopped, is out of time, or has a broken device, the transfer is and has not.
+    theirs = isinstance(error, (CancelledError, DeadlineError, DeviceError))
+    kind = SourceRefusedError if theirs else type(error)
     told = kind(f"{endpoint}: {error}")
     told.facts = error.facts
     return told
@@ -424,6 +440,7 @@ class _Receipt(NamedTuple):
         expected: What `tail` holds if all is well; not the whole of it where `origin` is None.
         origin: Digest of the payload by the manifest, if it is a whole chunk.
         scattered: Where a staged payload goes once it is verified.
+        damage: Why it is not what it should be.
     """
 
     frame: framing.Frame
@@ -432,6 +449,7 @@ class _Receipt(NamedTuple):
     expected: bytes
     origin: int | None
     scattered: list[Place]
+    damage: ChecksumError | None = None
 
 
 class Places:
