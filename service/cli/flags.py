@@ -13,6 +13,7 @@ from weightwire.service.client.api import ServiceClient
 from weightwire.transfer.address import Address
 from weightwire.transfer.errors import RequestError, SettingsError
 from weightwire.transfer.loading.loop import UnexpectedPolicy
+from weightwire.transfer.staging import Staging
 
 _CONNECTION = "Connection"
 _SERVING = "Serving"
@@ -193,6 +194,24 @@ ExpertMap = Annotated[
 Unexpected = Annotated[
     str, typer.Option(help="What to do about names that the model has no place for: refuse or warn.")
 ]
+
+
+StagingName = Annotated[
+    str,
+    typer.Option(
+        "--staging", envvar="WEIGHTWIRE_STAGING",
+        help="auto, or always: copy through pinned buffers even where memory is on the CPU.",
+    ),
+]  # fmt: skip
+
+
+def staging_of(text: str) -> Staging:
+    """Raises:
+    SettingsError: If it is no mode.
+    """
+    if text not in ("auto", "always"):
+        raise SettingsError(f"--staging {text!r}: expected auto or always")
+    return Staging(mode="always" if text == "always" else "auto")
 
 
 def unexpected_policy(text: str) -> UnexpectedPolicy:

@@ -77,6 +77,7 @@ def pull(
     ] = 2,
     min_rate: flags.MinRate = 65536,
     stall_window_s: flags.StallWindowS = 1.5,
+    staging: flags.StagingName = "auto",
     deadline_s: flags.DeadlineS = 3600.0,
     host: flags.Host = "127.0.0.1",
     port: flags.Port = 0,
@@ -130,6 +131,7 @@ def pull(
             request = PullRequest(
                 model=model, revision=revision, checkpoint=disk, topology=topology, build=build, unexpected=policy,
                 deadline_s=max(deadline_s, 1.0), options=options, relay=not no_relay,
+                staging=flags.staging_of(staging),
             )  # fmt: skip
             pulled = run.pull(target, request)
             if save is not None:

@@ -36,6 +36,7 @@ from weightwire.transfer.local_tree import TreeLoader, TreeRequest
 from weightwire.transfer.manifest import Topology
 from weightwire.transfer.models.registry import plan_memory
 from weightwire.transfer.shells import Shells
+from weightwire.transfer.staging import Staging
 from weightwire.transfer.wire.source_server import SourceServer
 
 _LOAD_DEADLINE_S = 24 * 3600.0
@@ -70,6 +71,7 @@ def source(
     port: flags.Port = 0,
     advertise: flags.Advertise = None,
     max_readers: flags.MaxReaders = 64,
+    staging: flags.StagingName = "auto",
     token: flags.Token = None,
     tls_ca: flags.TlsCa = None,
     tls_cert: flags.TlsCert = None,
@@ -107,7 +109,12 @@ def source(
     with ExitStack() as stack:
         checkpoint = stack.enter_context(Checkpoint.open(checkpoint_dir))
         identity = identity_of(checkpoint, model=model, revision=revision)
-        work = _Work(identity=identity, control=Control(deadline_s=_LOAD_DEADLINE_S), shows_progress=not json)
+        work = _Work(
+            identity=identity,
+            control=Control(deadline_s=_LOAD_DEADLINE_S),
+            shows_progress=not json,
+            staging=flags.staging_of(staging),
+        )
         if topology is None:
             loads = work.plain(checkpoint, exclude or ())
         else:
@@ -148,11 +155,13 @@ class _Work:
         identity: What the shells are a copy of.
         control: Of the loading.
         shows_progress: Whether bars are drawn.
+        staging: How the shells are reached.
     """
 
     identity: ModelIdentity
     control: Control
     shows_progress: bool
+    staging: Staging
 
     def plain(self, checkpoint: Checkpoint, exclude: Sequence[str]) -> Iterator[Shells]:
         """Every tensor whole, by its checkpoint name."""
@@ -180,7 +189,8 @@ class _Work:
         """
         began = time.monotonic()
         tensors, nbytes = 0, 0
-        for shells in loads:
+        for loaded in loads:
+            shells = loaded.through(self.staging)
             total, rank = shells.manifest.total_bytes, shells.manifest.rank
             with byte_bar("hashing", total=total, enabled=self.shows_progress, rank=rank) as hashed:
                 manifest = shells.seal(hashed)

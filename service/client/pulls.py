@@ -15,6 +15,7 @@ from weightwire.transfer.models import BuildOptions, ParameterTree
 from weightwire.transfer.plan import Plan
 from weightwire.transfer.session import RankProgress
 from weightwire.transfer.shells import Shells
+from weightwire.transfer.staging import Staging
 from weightwire.transfer.wire.puller import PullOptions, SourceFailure
 
 
@@ -31,6 +32,7 @@ class PullRequest:
             without shells, every tensor is taken whole, by its checkpoint name. Sources may have any topology.
         build: How the parameters of a topology are laid out; on the CPU.
         unexpected: What a topology makes of checkpoint names without a place.
+        staging: How shells are reached that are made here; those of the caller say so themselves.
         deadline_s: For the whole transfer.
         idempotency_key: Asking again with the same key gives the same transfer.
         relay: Serve what is verified while the rest is received, where the target has a data plane, and will hold
@@ -46,6 +48,7 @@ class PullRequest:
     unexpected: UnexpectedPolicy = "refuse"
     deadline_s: float = 3600.0
     options: PullOptions = field(default_factory=PullOptions)
+    staging: Staging = field(default_factory=Staging)
     idempotency_key: str | None = None
     relay: bool = True
 

@@ -117,7 +117,7 @@ def _allocate_plain(request: PullRequest, identity: ModelIdentity, manifests: Se
         _check_specs_known(identity)
         layout = plain_layout(identity.checkpoint, identity)
     check_memory(layout.total_bytes, purpose=f"shells of {request.model!r}")
-    return Shells.allocate(layout)
+    return Shells.allocate(layout).through(request.staging)
 
 
 def _is_plain(manifest: Manifest) -> bool:
@@ -143,7 +143,8 @@ def _build_ranks(
         control.check()
         tree, found = build_rank(replace(identity, rank=rank), request.build, unexpected=request.unexpected)
         _tell_opaque(rank, found.opaque)
-        built.append(RankShells(rank=rank, shells=Shells.from_layout(found.layout), tree=tree))
+        shells = Shells.from_layout(found.layout).through(request.staging)
+        built.append(RankShells(rank=rank, shells=shells, tree=tree))
     return built
 
 

@@ -180,6 +180,7 @@ def test_checkpoint_without_a_config_has_no_topology(
         pytest.param(("--pad-heads",), "--pad-heads", id="padding without a topology"),
         pytest.param(("--tp", 2, "--ep", 3), "--ep", id="groups that do not divide"),
         pytest.param(("--unexpected", "ignore"), "--unexpected", id="no policy"),
+        pytest.param(("--staging", "never"), "--staging", id="no way to stage"),
     ],
 )
 def test_flags_that_do_not_go_together_are_wrong_usage(

@@ -140,6 +140,14 @@ def test_pull_fills_any_topology_from_any_other_without_a_disk(
     check_as_loaded(served, dense, tmp_path / "out", *target)
 
 
+def test_forced_staging_moves_the_same_bytes(served: Lab, dense: Path, tmp_path: Path) -> None:
+    served.ready_source(dense, "--tp", 2, "--staging", "always")
+    for out, flags in (("ranks", ("--tp", 3, "--pad-heads", "--vocab-multiple", 3)), ("same", ("--tp", 2))):
+        answer = served.pull(*flags, "--staging", "always", "--save", tmp_path / out).finish().check(0)
+        assert check_ready(answer)[1] == 0
+        check_as_loaded(served, dense, tmp_path / out, *flags)
+
+
 @pytest.mark.parametrize(
     ("source", "target"),
     [
@@ -404,6 +412,7 @@ def test_local_checkpoint_of_other_tensors_is_refused(served: Lab, dense: Path, 
         pytest.param(("--vocab-multiple", 8), "--vocab-multiple", id="padding without a topology"),
         pytest.param(("--tp", 2, "--ep", 3), "--ep", id="groups that do not divide"),
         pytest.param(("--tp", 2, "--unexpected", "ignore"), "--unexpected", id="no policy"),
+        pytest.param(("--staging", "never"), "--staging", id="no way to stage"),
         pytest.param(
             ("--tp", 2, "--expert-map", "FOLDER/config.json"), "--expert-map", id="an expert map that is none"
         ),
