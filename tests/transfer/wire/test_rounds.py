@@ -382,6 +382,6 @@ def test_staging_of_eight_sources_with_two_streams_is_a_chunk_each(serve: Serve)
     endpoints = [serve(held.shells, instance_id=f"s{number}").endpoint() for number in range(8)]
     pull = Pull(endpoints, [held], target=target, options=BRISK).run()
     assert torch.equal(target.tensor("a"), source)
-    staged = [len(stream._staging) for lane in pull.puller._lanes for stream in lane.streams]
-    assert len(staged) == 16
-    assert max(staged) <= 1 << 20
+    landings = [stream._landing for lane in pull.puller._lanes for stream in lane.streams]
+    assert len(landings) == 16
+    assert max(sum(map(len, landing._buffers)) for landing in landings if landing is not None) <= 1 << 20
