@@ -13,9 +13,10 @@ from functools import cached_property
 
 from weightwire.transfer.agreement import check_agreement, check_placement, holds_the_same, missing_elements
 from weightwire.transfer.collector import collector_paused
+from weightwire.transfer.demand import Demand
 from weightwire.transfer.errors import CoverageError, ManifestError
 from weightwire.transfer.intervals import IntervalSet
-from weightwire.transfer.manifest import Manifest, TensorEntry
+from weightwire.transfer.manifest import Manifest, TensorEntry, Topology
 from weightwire.transfer.placement import PlacedPiece
 from weightwire.transfer.plan import Copy, DiskPiece, Plan, TensorWay, Way
 from weightwire.transfer.regions import Region
@@ -23,6 +24,7 @@ from weightwire.transfer.resharding import PlacedSources, Portion, Shapes, shape
 from weightwire.transfer.sharing import Holders, Shares, even_shares, share_out
 from weightwire.transfer.units import Unit, dealt, merged, missing_positions, run
 
+_Holdings = list[tuple[int, TensorEntry]]
 # Of one rank; each is a copy, or half a kilobyte of memory at least. The largest models have half a million.
 _MOST_PARTS = 1 << 21
 
@@ -34,7 +36,8 @@ class Supply:
     Attributes:
         lost: Indices of sources that do not deliver any more. They still decide where tensors are cut, so that what
             was fetched before one was lost is found again.
-        capacities: How many processes hold each source manifest; one each unless told otherwise.
+        capacities: How much the holders of each source manifest can send, against the others: how many processes they
+            are, unless one is slower than another. One each unless told otherwise.
         rates: How fast the sources of each manifest were found to be, together, in any unit; more than 0. What this
             rank still needs is then shared out by these, whatever others need.
         on_disk: Checkpoint names that the local disk has; None where nobody has looked.
@@ -42,7 +45,7 @@ class Supply:
     """
 
     lost: Container[int] = frozenset()
-    capacities: Sequence[int] | None = None
+    capacities: Sequence[float] | None = None
     rates: Sequence[float] | None = None
     on_disk: Container[str] | None = None
     covered: IntervalSet | None = None
@@ -86,6 +89,15 @@ class Planner:
             for tensor in source.tensors:
                 found[tensor.name, tensor.shape].append((index, tensor))
         return dict(found)
+
+    @cached_property
+    def order(self) -> Sequence[int]:
+        """The numbers of the sources, in an order that does not depend on how they are numbered."""
+        ranks = [(source.topology.tp, source.topology.pp, source.topology.ep, source.rank) for source in self.sources]
+        # A digest needs the text of the manifest, and two of one rank are rare.
+        repeated = len(set(ranks)) < len(ranks)
+        keys = [(*rank, source.digest if repeated else "") for rank, source in zip(ranks, self.sources, strict=True)]
+        return sorted(range(len(keys)), key=keys.__getitem__)
 
     def plan_all(self, targets: Iterable[Manifest]) -> list[Plan]:
         """Plan several target ranks, of one instance or of many; see `plan`."""
@@ -250,13 +262,7 @@ class _Planning:
 
     def _from_the_same(self, tensor: TensorEntry) -> _Draft | None:
         """From sources that hold the same elements under the same name: as they lie there, if layouts agree."""
-        alike: list[tuple[int, TensorEntry]] = []
-        others: list[tuple[int, TensorEntry]] = []
-        for index, held in self._planner.by_shape.get((tensor.name, tensor.shape), ()):
-            if index in self._supply.lost:
-                continue
-            if holds_the_same((self._target, tensor), (self._sources[index], held)):
-                (alike if held.layout == tensor.layout else others).append((index, held))
+        alike, others = self._same(tensor, self._supply.lost)
         if not alike and not others:
             return None
         draft = _Draft("identical", "same layout")
@@ -270,6 +276,14 @@ class _Planning:
             region, holders = _run_of(region), [(index, _run_of(there)) for index, there in holders]
         self._add_units(draft, tensor.name, region, tuple(holders))
         return draft
+
+    def _same(self, tensor: TensorEntry, lost: Container[int] = ()) -> tuple[_Holdings, _Holdings]:
+        """The sources that hold the same elements under the same name: in the same layout, and in others."""
+        alike, others = _Holdings(), _Holdings()
+        for index, held in self._planner.by_shape.get((tensor.name, tensor.shape), ()):
+            if index not in lost and holds_the_same((self._target, tensor), (self._sources[index], held)):
+                (alike if held.layout == tensor.layout else others).append((index, held))
+        return alike, others
 
     def _from_placements(self, tensor: TensorEntry) -> _Draft:
         if tensor.name not in self._target.whole:
@@ -387,9 +401,7 @@ class _Planning:
         if not shared:
             return copies
         needed = {holders: sum(unit.nbytes for unit in units) for holders, units in shared.items()}
-        shares = share_out(
-            given, needed, lambda: self._shares(needed, given), first=self._target.rank % len(self._sources)
-        )
+        shares = share_out(given, needed, lambda: self._shares(needed, given), first=self._target.rank)
         for numbers, units in shared.items():
             for unit, index in dealt(units, shares[numbers]):
                 copies[index].extend(unit.copies(dict(unit.holders)[index]))
@@ -397,19 +409,35 @@ class _Planning:
         return copies
 
     def _shares(self, needed: Mapping[Holders, int], given: Sequence[int]) -> Shares:
-        """Parts of the sets of holders that are needed here, by what the sources hold of the whole model."""
+        """Parts of the sets of holders that are needed here, by what all ranks of the target need of the sources.
+
+        Each rank may count the sources in another order, and has to find the same shares: they are found in the order
+        that follows from the sources alone.
+        """
         if self._supply.rates is not None:
             alone = {(number,): nbytes for number, nbytes in enumerate(given)}
             return even_shares(alone | dict(needed), self._supply.rates)
-        rates = [max(1, rate) for rate in self._supply.capacities or [1] * len(self._sources)]
-        held: defaultdict[Holders, int] = defaultdict(int)
-        for holders, nbytes in self._planner.placed.held_bytes().items():
-            held[tuple(holder for holder in holders if holder not in self._supply.lost)] += nbytes
-        held.pop((), None)
-        # By these alone, and in their order, so that every target rank finds the same shares. What is shared as it is,
-        # without a placement, is not among them.
-        others = {holders: nbytes for holders, nbytes in needed.items() if holders not in held}
-        return even_shares(held, rates) | even_shares(others, rates)
+        order = self._planner.order
+        place = {number: at for at, number in enumerate(order)}
+        rates = [self._supply.capacities[n] or 1 if self._supply.capacities else 1 for n in order]
+        wanted: defaultdict[Holders, float] = defaultdict(float)
+        for holders, nbytes in self._demanded().items():
+            wanted[tuple(sorted(place[n] for n in holders if n not in self._supply.lost))] += nbytes
+        wanted.pop((), None)
+        here = {tuple(sorted(place[n] for n in holders)): holders for holders in needed}
+        # What is shared as it is, without a placement, is not among them.
+        others = {places: float(needed[holders]) for places, holders in here.items() if places not in wanted}
+        shares = even_shares(dict(sorted(wanted.items())), rates) | even_shares(others, rates)
+        return {holders: {order[at]: part for at, part in shares[places].items()} for places, holders in here.items()}
+
+    def _demanded(self) -> Mapping[Holders, float]:
+        placed = self._planner.placed
+        return Demand(self._target, placed.shapes, self._topologies_alike).nbytes(placed.held_kinds, self._sources)
+
+    def _topologies_alike(self, tensor: TensorEntry) -> frozenset[Topology]:
+        """Of the sources, lost ones too, that have a tensor of this rank just as it is: other ranks have theirs so."""
+        alike, others = self._same(tensor)
+        return frozenset(self._sources[index].topology for index, _ in alike or others)
 
 
 def _way_of(name: str, draft: _Draft) -> TensorWay:

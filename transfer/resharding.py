@@ -8,12 +8,14 @@ of patterns and then only shifted.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from weightwire.transfer.agreement import check_placement
 from weightwire.transfer.boxes import Box, BoxView, cells, views_of
+from weightwire.transfer.demand import HeldKinds, Kind
 from weightwire.transfer.dtypes import BY_NAME
 from weightwire.transfer.errors import ManifestError
 from weightwire.transfer.manifest import Manifest, TensorEntry
@@ -149,9 +151,15 @@ class PlacedSources:
                 ],
             )
 
-    def held_bytes(self) -> dict[tuple[int, ...], int]:
-        """For each set of sources, the bytes of the checkpoint that exactly these hold, each element once."""
-        found: defaultdict[tuple[int, ...], int] = defaultdict(int)
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        """Of the checkpoint tensors, as the sources know them."""
+        return self._shapes
+
+    @cached_property
+    def held_kinds(self) -> HeldKinds:
+        """What exactly each set of sources holds, each element once."""
+        found: defaultdict[tuple[Kind, str], Counter[tuple[int, ...]]] = defaultdict(Counter)
         known: dict[object, list[tuple[tuple[int, ...], int]]] = {}
         for dtype, by_name in self._held.items():
             itemsize = BY_NAME[dtype].itemsize
@@ -159,12 +167,13 @@ class PlacedSources:
                 shape = self._shapes.get(name)
                 if shape is None:
                     continue
-                key = (shape, itemsize, *[(source, kind) for source, _, kind in held])
+                key = (shape, *[(source, kind) for source, _, kind in held])
                 if key not in known:
                     known[key] = self._held_parts(shape, held)
+                sets = found[Kind.of(name, shape), dtype]
                 for holders, numel in known[key]:
-                    found[holders] += numel * itemsize
-        return dict(found)
+                    sets[holders] += numel * itemsize
+        return found
 
     def _held_parts(self, shape: Shape, held: Sequence[_Held]) -> list[tuple[tuple[int, ...], int]]:
         """The elements of one checkpoint tensor by the set of sources that hold them."""

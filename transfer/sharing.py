@@ -3,8 +3,9 @@
 Sources differ in what only they can give. What several can give fills up whoever has least to do, like water; done in
 turn for every set of holders until nothing moves, that makes the busiest source as little busy as can be.
 
-Each target rank plans for itself, and none knows what the others need. So the shares are found for the model as a
-whole, out of what the sources hold, which is the same for all of them; what the ranks take by these shares adds up.
+Each target rank plans for itself, and none knows what the others need. So the shares are found for the target as a
+whole, out of what the sources hold and how often it is needed (`demand`), which is much the same for all of them; what
+the ranks take by these shares adds up.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ Holders = tuple[int, ...]
 Shares = dict[Holders, dict[int, float]]
 
 
-def even_shares(held: Mapping[Holders, int], rates: Sequence[float]) -> Shares:
+def even_shares(held: Mapping[Holders, float], rates: Sequence[float]) -> Shares:
     """Which part each holder sends, for each set of sources that hold the same.
 
     Args:
-        held: For each set of sources (by number, ascending) the bytes that exactly these hold.
-        rates: How many processes stand behind each source, or how fast they are; more than 0 for each that holds
-            anything.
+        held: For each set of sources (by number, ascending) the bytes that are wanted of what exactly these hold.
+        rates: How fast each source is against the others, such as the number of processes behind it; more than 0 for
+            each that holds anything.
 
     Returns:
-        For each set the part of each of its holders; together they are 1. The busiest source, in bytes for each of its
-        processes, is as little busy as can be.
+        For each set the part of each of its holders; together they are 1. The busiest source, in bytes by its rate, is
+        as little busy as can be.
     """
     loads = [0.0] * len(rates)
     given = {holders: dict.fromkeys(holders, 0.0) for holders in held}
@@ -70,11 +71,11 @@ def share_out(
         given: For each source the bytes that it has to send in any case.
         shared: For each set of sources the bytes that any of them can send.
         shares: Gives what `even_shares` gives, for every set; asked only if anything is large enough to be shared.
-        first: Number of the source that is asked first where all are equal; targets that take different ones spread
-            what is too small to be shared.
+        first: Which holder of each set is asked first where all are equal; targets that take different ones spread
+            what is too small to be shared, or to be cut.
 
     Returns:
-        For each set, the bytes of each of its holders that sends any.
+        For each set, the bytes of each of its holders that sends any, in the order in which they are to be asked.
     """
     parts: Shares = {}
     limit = _NEGLIGIBLE * max(given, default=0)
@@ -86,10 +87,12 @@ def share_out(
         limit = _NEGLIGIBLE * max(loads) / len(shared)
     found: dict[Holders, dict[int, int]] = {}
     for holders, nbytes in shared.items():
+        turn = first % len(holders)
+        asked = holders[turn:] + holders[:turn]
         if nbytes <= limit:
-            found[holders] = {max(holders, key=lambda i: (given[i], -((i - first) % len(given)))): nbytes}
+            found[holders] = {max(asked, key=lambda holder: given[holder]): nbytes}
         else:
-            found[holders] = _whole({holder: nbytes * part for holder, part in parts[holders].items()}, nbytes)
+            found[holders] = _whole({holder: nbytes * parts[holders].get(holder, 0.0) for holder in asked}, nbytes)
     return found
 
 
