@@ -87,15 +87,15 @@ def missing_elements(tensor: TensorEntry) -> int:
 def holds_the_same(one: tuple[Manifest, TensorEntry], other: tuple[Manifest, TensorEntry]) -> bool:
     """Whether two tensors, each of a manifest, hold the same elements, in the same order, of one model."""
     (manifest, tensor), (another, held) = one, other
-    if (tensor.dtype, tensor.shape, tensor.state) != (held.dtype, held.shape, held.state):
+    if tensor.dtype != held.dtype or tensor.shape != held.shape or tensor.state != held.state:
         return False
     if tensor.state == "final" and tensor.layout != held.layout:
         # After post-processing the layout alone says which element lies where.
         return False
     if tensor.is_placed and held.is_placed:
-        wholes = (tensor.name in manifest.whole, held.name in another.whole)
-        if any(wholes):
-            return all(wholes)
+        is_whole = tensor.name in manifest.whole
+        if is_whole or held.name in another.whole:
+            return is_whole and held.name in another.whole
         return tensor.strides == held.strides and _placed_alike(tensor, held)
     # Without a placement on both sides only its rank tells what lies in a tensor.
     return (manifest.topology, manifest.rank) == (another.topology, another.rank)
@@ -252,15 +252,16 @@ def _follow_each_other(tensor: TensorEntry) -> bool:
     """
     if len(tensor.placement) == 1 and not tensor.constants:
         (piece,), region = tensor.placement, tensor.region
-        end = piece.runtime_offset + piece.pattern.runtime_reach
-        is_inside = region.offset <= piece.runtime_offset and end <= region.end
-        return is_inside and region.is_dense and not piece.pattern.repeats
+        first, end = region.offset, region.end
+        is_inside = first <= piece.runtime_offset and piece.runtime_offset + piece.pattern.runtime_reach <= end
+        # Without gaps: that no element of a shell lies where another does, its manifest has seen to.
+        return is_inside and end - first == region.numel and not piece.pattern.repeats
     spans: list[tuple[int, int]] = []
     for piece in tensor.placement:
-        pattern = piece.pattern
+        pattern, begin = piece.pattern, piece.runtime_offset
         if pattern.repeats:
             return False
-        spans.append((piece.runtime_offset, piece.runtime_offset + pattern.runtime_reach))
+        spans.append((begin, begin + pattern.runtime_reach))
     spans.extend((constant.runtime.offset, constant.runtime.end) for constant in tensor.constants)
     region = tensor.region
     at = region.offset

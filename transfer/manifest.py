@@ -270,15 +270,15 @@ class Manifest:
             tensor.name
             for tensor in self.tensors
             if not tensor.constants
-            and is_whole(tensor.name, tensor.region, tensor.placement)
             and (tensor.name not in self.specs or self.specs[tensor.name].shape == tensor.shape)
+            and is_whole(tensor.name, tensor.region, tensor.placement)
         )
 
     def flat_region(self, tensor: TensorEntry) -> Region:
         """Where the tensor lies in the flat space, in bytes, row-major order."""
         found = self._flat_regions.get(tensor.name)
         if found is None:
-            found = tensor.region.in_bytes(tensor.itemsize).shifted(self.storage_bases[tensor.storage])
+            found = tensor.region.bytes_from(self.storage_bases[tensor.storage], tensor.itemsize)
             self._flat_regions[tensor.name] = found
         return found
 

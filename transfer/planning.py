@@ -205,10 +205,10 @@ class _Planning:
         )
 
     def _ways(self, drafts: Mapping[str, _Draft]) -> Iterator[TensorWay]:
-        # What is filled under another name has that one's way.
-        owners = {
-            self._target.flat_region(tensor): tensor.name for tensor in self._target.tensors if tensor.name in drafts
-        }
+        owners: dict[Region, str] = {}
+        if len(drafts) < len(self._target.tensors):
+            # What is filled under another name has that one's way.
+            owners = {self._target.flat_region(self._target.by_name[name]): name for name in drafts}
         for tensor in self._target.tensors:
             if tensor.name in drafts:
                 yield _way_of(tensor.name, drafts[tensor.name])
@@ -280,8 +280,9 @@ class _Planning:
     def _same(self, tensor: TensorEntry, lost: Container[int] = ()) -> tuple[_Holdings, _Holdings]:
         """The sources that hold the same elements under the same name: in the same layout, and in others."""
         alike, others = _Holdings(), _Holdings()
+        ours, sources = (self._target, tensor), self._sources
         for index, held in self._planner.by_shape.get((tensor.name, tensor.shape), ()):
-            if index not in lost and holds_the_same((self._target, tensor), (self._sources[index], held)):
+            if index not in lost and holds_the_same(ours, (sources[index], held)):
                 (alike if held.layout == tensor.layout else others).append((index, held))
         return alike, others
 
@@ -363,7 +364,8 @@ class _Planning:
 
     def _needed(self, region: Region, name: str) -> list[tuple[int, int]]:
         """Positions in a flat region's row-major order, as intervals, that are neither covered nor planned."""
-        needed = [(0, region.numel)] if region.numel else []
+        numel = region.numel
+        needed = [(0, numel)] if numel else []
         if not self._covered and name not in self._entangled:
             return needed
         for intervals in [self._covered, self._planned] if name in self._entangled else [self._covered]:

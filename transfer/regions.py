@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from weightwire.transfer.errors import RegionError
 
@@ -50,6 +51,9 @@ class Region:
     @property
     def end(self) -> int:
         """One past the highest element index; `offset` for a region without elements."""
+        # Runs first, since they are what is asked for most.
+        if self.strides == (1,):
+            return self.offset + self.shape[0]
         if 0 in self.shape:
             return self.offset
         last = self.offset
@@ -186,6 +190,13 @@ class Region:
             strides=(*(stride * itemsize for stride in self.strides), 1),
         ).coalesced()
 
+    def bytes_from(self, base: int, itemsize: int) -> Region:
+        """As `in_bytes`, in a storage that begins at byte `base` and ends below 2^63, as the caller knows."""
+        if self.is_contiguous:
+            return _run(self.numel * itemsize).moved_to(base + self.offset * itemsize)
+        found = self.in_bytes(itemsize)
+        return found.moved_to(base + found.offset)
+
     def shifted(self, distance: int) -> Region:
         """The same box, `distance` elements further on."""
         offset = self.offset + distance
@@ -222,6 +233,12 @@ class Region:
                 if sizes is not None and steps is not None and type(offset) is int:
                     return cls(offset=offset, shape=sizes, strides=steps)
         raise RegionError(f"region {value!r:.200}: expected [offset, [sizes], [strides]] in integers")
+
+
+@lru_cache(maxsize=1 << 12)
+def _run(numel: int) -> Region:
+    """Made once for each length: a model's layers have few."""
+    return Region(offset=0, shape=(numel,), strides=(1,))
 
 
 def _holds_run(offset: int, steps: Sequence[tuple[int, int]], run: tuple[int, int]) -> bool:

@@ -137,13 +137,7 @@ class PlacedSources:
                     # Both ends lie in storages, whose sizes the manifests have been checked against.
                     Portion(
                         here.moved_to(here.offset + shift),
-                        # One region of each source, though it may hold an element twice.
-                        tuple(
-                            {
-                                held[position][0]: region.moved_to(region.offset + held[position][1])
-                                for position, region in holders
-                            }.items()
-                        ),
+                        _placed(holders, held),
                         checkpoint,
                         runtime,
                     )
@@ -271,6 +265,17 @@ def shapes_of(manifests: Sequence[Manifest]) -> Shapes:
             if tensor.name not in found and tensor.name in manifest.whole:
                 found[tensor.name] = tensor.shape
     return found
+
+
+def _placed(holders: Sequence[tuple[int, Region]], held: Sequence[_Held]) -> tuple[tuple[int, Region], ...]:
+    """The holders of a template as sources, and their regions where the pieces lie: one of each source."""
+    if len(holders) == 1:
+        ((position, region),) = holders
+        source, base, _ = held[position]
+        return ((source, region.moved_to(region.offset + base)),)
+    # It may hold an element twice.
+    found = {held[position][0]: region.moved_to(region.offset + held[position][1]) for position, region in holders}
+    return tuple(found.items())
 
 
 def _whole(shape: Shape) -> BoxView:
