@@ -25,7 +25,7 @@ from weightwire.transfer.integrity import checksum, digest_text
 from weightwire.transfer.intervals import IntervalSet
 from weightwire.transfer.manifest import Manifest, TensorEntry
 from weightwire.transfer.plan import Plan
-from weightwire.transfer.planning import Planner, Supply, check_servable, entangled, missing_tensors
+from weightwire.transfer.planning import PlannedPull, Supply, check_servable, entangled, missing_tensors
 from weightwire.transfer.regions import Region
 from weightwire.transfer.session import RankProgress, TransferState
 from weightwire.transfer.shells import Shells
@@ -48,11 +48,13 @@ class Origins:
         endpoints: Sources, in order of preference.
         manifests: By digest; has that of every endpoint.
         checkpoint: The local disk, if it has the model.
+        planned: What was planned of them already, as far as it still holds.
     """
 
     endpoints: Sequence[Endpoint] = ()
     manifests: Mapping[str, Manifest] = field(default_factory=dict)
     checkpoint: Checkpoint | None = None
+    planned: PlannedPull | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +145,7 @@ class _Filling:
         self._from_disk: set[Region] = set()
         self._refused: list[SourceFailure] = []
         self._endpoints: Sequence[Endpoint] = ()
-        self._planner = Planner(())
+        self._planned = origins.planned
         self._specs = {spec.name: spec for spec in specs_of(origins.checkpoint)} if origins.checkpoint else {}
         self._on_disk: Set[str] = names_on_disk(self._target, self._specs)
         # Whole tensors under the checkpoint's own names, which can be compared with it.
@@ -168,7 +170,6 @@ class _Filling:
             self._puller = puller
             if self._held is not None:
                 puller.coverage.on_verified = self._held.add
-            self._planner = Planner(puller.manifests)
             plan = self._plan(puller)
             check_servable(plan)
             # What comes as it is brings its padding along, and is more than what belongs into the shells.
@@ -248,9 +249,13 @@ class _Filling:
             capacities=puller.capacities,
             rates=puller.rates,
             on_disk=self._on_disk,
-            covered=puller.coverage.target,
+            covered=puller.coverage.target or None,
         )
-        return self._planner.plan(self._target, supply)
+        if self._planned is None:
+            self._planned = PlannedPull.of(self._target, puller.manifests, supply)
+        else:
+            self._planned = self._planned.planned(self._target, puller.manifests, supply)
+        return self._planned.plan
 
     def _pull(self, puller: Puller, plan: Plan) -> Plan:
         """Pull until the live sources have nothing more to give; returns the plan of what is left."""

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import is_not
 
 from weightwire.transfer.agreement import check_agreement, check_placement, holds_the_same, missing_elements
 from weightwire.transfer.collector import collector_paused
@@ -119,6 +120,30 @@ class Planner:
         with collector_paused():
             check_agreement(target, self.sources)
             return _Planning(target, self, supply or Supply()).run()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedPull:
+    """A plan with the question that it answers, so that nobody has to ask it again."""
+
+    planner: Planner
+    target: Manifest
+    supply: Supply
+    plan: Plan
+
+    @classmethod
+    def of(cls, target: Manifest, sources: Sequence[Manifest], supply: Supply) -> PlannedPull:
+        """As `Planner.plan`."""
+        planner = Planner(sources)
+        return cls(planner=planner, target=target, supply=supply, plan=planner.plan(target, supply))
+
+    def planned(self, target: Manifest, sources: Sequence[Manifest], supply: Supply) -> PlannedPull:
+        """The answer to another question: this one where it is the same, else with what is known of equal sources."""
+        if len(sources) != len(self.planner.sources) or any(map(is_not, sources, self.planner.sources)):
+            return PlannedPull.of(target, sources, supply)
+        if target is self.target and supply == self.supply:
+            return self
+        return replace(self, target=target, supply=supply, plan=self.planner.plan(target, supply))
 
 
 def check_servable(plan: Plan) -> None:

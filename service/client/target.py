@@ -30,7 +30,7 @@ from weightwire.transfer.errors import (
 from weightwire.transfer.filling import FillResult, Origins, SourceBytes, fill
 from weightwire.transfer.layouts import identified
 from weightwire.transfer.manifest import CheckpointSpec, Manifest, Topology
-from weightwire.transfer.planning import Supply, check_servable, plan_pull
+from weightwire.transfer.planning import PlannedPull, Supply, check_servable
 from weightwire.transfer.session import RankProgress, TransferState
 from weightwire.transfer.shells import Shells
 from weightwire.transfer.wire.held import Held
@@ -219,6 +219,7 @@ class _Filling:
         self._reporter = reporter
         self._relay = relay
         self._telling = threading.Lock()
+        self._planned: dict[int, PlannedPull] = {}
 
     def run(self, ranks: Sequence[int], manifests: Mapping[str, Manifest]) -> Pulled:
         request, grant = self._request, self._grant
@@ -226,7 +227,7 @@ class _Filling:
         self._check_there(held)
         self._check_worlds(manifests)
         prepared = {each.rank: each for each in prepare_shells(request, ranks, held, self._control)}
-        self._plan(list(prepared.values()), held)
+        self._plan(list(prepared.values()), manifests)
         relayed = {rank: self._begin_relay(prepared[rank].shells, held) for rank in ranks}
         results = for_each_rank(ranks, lambda rank: self._fill(prepared[rank], manifests, relayed[rank]), self._control)
         if request.shells is not None:
@@ -269,17 +270,20 @@ class _Filling:
         for ranks in instances.values():
             check_world(list(ranks.values()))
 
-    def _plan(self, prepared: Sequence[RankShells], held: Sequence[Manifest]) -> None:
+    def _plan(self, prepared: Sequence[RankShells], manifests: Mapping[str, Manifest]) -> None:
         """Tell how each rank will be filled, and see that everything is somewhere before any of them begins."""
         checkpoint = self._request.checkpoint
         specs: dict[str, CheckpointSpec] = {spec.name: spec for spec in specs_of(checkpoint)} if checkpoint else {}
         for each in prepared:
             self._control.check()
             layout = each.shells.manifest
-            plan = plan_pull(layout, held, Supply(on_disk=names_on_disk(layout, specs)))
+            endpoints = self._endpoints(each.rank)
+            sources = {endpoint.manifest: manifests[endpoint.manifest] for endpoint in endpoints}
+            supply = Supply(capacities=_capacities(endpoints), on_disk=names_on_disk(layout, specs))
+            planned = self._planned[each.rank] = PlannedPull.of(layout, list(sources.values()), supply)
             if len(prepared) > 1:
-                check_servable(plan)
-            self._events.on_plan(plan, layout)
+                check_servable(planned.plan)
+            self._events.on_plan(planned.plan, layout)
 
     def _begin_relay(self, shells: Shells, held: Sequence[Manifest]) -> Held | None:
         if self._relay is None:
@@ -311,7 +315,12 @@ class _Filling:
 
         result = fill(
             prepared.shells,
-            Origins(endpoints=self._endpoints(rank), manifests=manifests, checkpoint=self._request.checkpoint),
+            Origins(
+                endpoints=self._endpoints(rank),
+                manifests=manifests,
+                checkpoint=self._request.checkpoint,
+                planned=self._planned.pop(rank),
+            ),
             control=self._control,
             options=self._request.options,
             on_progress=tell,
@@ -328,6 +337,14 @@ class _Filling:
 
 def _as_reported(given: Sequence[SourceBytes]) -> list[tuple[str, int, int]]:
     return [(source.instance_id, source.rank, source.nbytes) for source in given]
+
+
+def _capacities(endpoints: Sequence[Endpoint]) -> list[float]:
+    """For each manifest, how many sources are asked for it first: those of its lowest tier."""
+    tiers: defaultdict[str, list[int]] = defaultdict(list)
+    for endpoint in endpoints:
+        tiers[endpoint.manifest].append(endpoint.standby)
+    return [standby.count(min(standby)) for standby in tiers.values()]
 
 
 def _sealed(shells: Shells) -> Manifest:

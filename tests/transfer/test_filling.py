@@ -33,6 +33,8 @@ from weightwire.transfer.filling import FillResult, Origins, fill
 from weightwire.transfer.layouts import Layout, ModelIdentity
 from weightwire.transfer.manifest import CheckpointSpec, Manifest, Topology
 from weightwire.transfer.placement import PlacedConstant, PlacedPiece, ShellPlacement
+from weightwire.transfer.plan import Plan
+from weightwire.transfer.planning import PlannedPull, Planner, Supply
 from weightwire.transfer.regions import Region, row_major
 from weightwire.transfer.session import RankProgress, TransferState
 from weightwire.transfer.shells import Shells
@@ -117,6 +119,49 @@ def test_peers_alone(serve: Serve) -> None:
     assert (result.bytes_peer, result.bytes_disk) == (240, 0)
     assert [(given.instance_id, given.rank, given.nbytes) for given in result.sources] == [("s", 0, 240)]
     assert result.failures == ()
+
+
+class CountingPlanner(Planner):
+    """Counts how often it is asked."""
+
+    count = 0
+
+    def plan(self, target: Manifest, supply: Supply | None = None) -> Plan:
+        self.count += 1
+        return super().plan(target, supply)
+
+
+def planned_before(shells: Shells, where: Origins, *, capacity: int) -> tuple[CountingPlanner, Origins]:
+    planner = CountingPlanner(list(where.manifests.values()))
+    supply = Supply(capacities=[capacity] * len(where.endpoints), on_disk=frozenset())
+    first = PlannedPull(
+        planner=planner, target=shells.manifest, supply=supply, plan=planner.plan(shells.manifest, supply)
+    )
+    return planner, replace(where, planned=first)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "count"), [(1, 2), (3, 3)], ids=["as it was planned", "with fewer sources than it was planned for"]
+)
+def test_plan_that_was_made_before_is_made_again_only_if_something_has_changed(
+    serve: Serve, capacity: int, count: int
+) -> None:
+    """Beside it, what is left at the end is planned."""
+    shells = poisoned(ABC)
+    planner, where = planned_before(shells, origins(source(serve, ABC)), capacity=capacity)
+    result = run(shells, where)
+    assert contents(shells) == content(ABC)
+    assert result.bytes_peer == shells.manifest.total_bytes
+    assert planner.count == count
+
+
+def test_plan_that_was_made_of_other_sources_is_of_no_use(serve: Serve) -> None:
+    shells = poisoned(ABC)
+    planner, where = planned_before(shells, origins(source(serve, ABC)), capacity=1)
+    other = source(serve, {name: tensor + 1 for name, tensor in ABC.items()}, "other")
+    run(shells, replace(origins(other), planned=where.planned))
+    assert contents(shells) == content({name: tensor + 1 for name, tensor in ABC.items()})
+    assert planner.count == 1
 
 
 def test_target_that_wants_a_tensor_several_times_asks_no_source_for_more_than_it_holds(serve: Serve) -> None:

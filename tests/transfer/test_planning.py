@@ -18,7 +18,15 @@ from weightwire.transfer.layouts import Layout, ModelIdentity
 from weightwire.transfer.manifest import CheckpointSpec, Manifest, Topology
 from weightwire.transfer.placement import PlacedConstant, PlacedPiece, ShellPlacement
 from weightwire.transfer.plan import Plan
-from weightwire.transfer.planning import Planner, Supply, check_servable, entangled, missing_tensors, plan_pull
+from weightwire.transfer.planning import (
+    PlannedPull,
+    Planner,
+    Supply,
+    check_servable,
+    entangled,
+    missing_tensors,
+    plan_pull,
+)
 from weightwire.transfer.regions import Region, row_major
 from weightwire.transfer.shells import Shells
 
@@ -498,6 +506,27 @@ def test_disk_is_asked_for_what_was_not_there_when_the_last_source_was_lost_and_
 
 
 # Several targets
+
+
+def test_question_that_was_answered_is_not_planned_again() -> None:
+    sources = [half(0), half(1)]
+    planned = PlannedPull.of(FUSED, sources, Supply(capacities=[1, 1], on_disk={"q"}))
+    assert planned.plan == plan_pull(FUSED, sources, Supply(on_disk={"q"}))
+    assert planned.planned(FUSED, list(sources), Supply(capacities=[1, 1], on_disk={"q"})) is planned
+
+
+def test_other_question_is_planned_with_what_is_known_of_the_same_sources() -> None:
+    sources = [half(0), half(1)]
+    planned = PlannedPull.of(FUSED, sources, NO_DISK)
+    other = replace(FUSED, model=FUSED.model)
+    for target, supply in [(FUSED, Supply(lost={0}, on_disk=frozenset())), (other, NO_DISK)]:
+        again = planned.planned(target, sources, supply)
+        assert again.planner is planned.planner
+        assert again.plan == plan_pull(target, sources, supply)
+    for changed in (sources[:1], sources[::-1], [*sources, half(1)]):
+        again = planned.planned(FUSED, changed, NO_DISK)
+        assert again.planner is not planned.planner
+        assert again.plan == plan_pull(FUSED, changed, NO_DISK)
 
 
 def test_planner_plans_several_targets_as_it_plans_each_of_them() -> None:
