@@ -41,7 +41,7 @@ class Address:
 
         Raises:
             RequestError: If it is another scheme, has a path, query or credentials, no host, a bad port, or an IPv6
-                literal without brackets.
+                literal without brackets, or with a zone.
         """
         try:
             parts = urlsplit(url)
@@ -56,6 +56,11 @@ class Address:
             raise RequestError(f"address {_shown(url)}: has more than a scheme, a host and a port")
         if not parts.hostname or (parts.netloc.count(":") > 1 and "[" not in parts.netloc):
             raise RequestError(f"address {_shown(url)}: no host; {_BRACKETS}")
+        if "%" in parts.hostname:
+            raise RequestError(
+                f"address {_shown(url)}: the zone behind % means something on one machine alone, expected a name or an "
+                "address without one"
+            )
         if port == 0 or any(character.isspace() or ord(character) < 32 for character in url):
             raise RequestError(f"address {_shown(url)}: expected a port of 1 to 65535 and no blanks")
         return cls(scheme=parts.scheme, host=parts.hostname, port=port or _DEFAULT_PORTS[parts.scheme])
@@ -65,6 +70,11 @@ def _shown(url: str) -> str:
     """The URL for a message, without what may be a secret: errors end up in logs and in other people's screens."""
     scheme, separator, rest = url.partition("://") if "://" in url else ("", "", url)
     return repr(scheme + separator + rest.rpartition("@")[2].partition("?")[0].partition("#")[0])
+
+
+def bare_host(text: str) -> str:
+    """An address to bind, without the brackets that people write around IPv6 literals."""
+    return text[1:-1] if text.startswith("[") and text.endswith("]") else text
 
 
 def is_loopback(host: str) -> bool:

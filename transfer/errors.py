@@ -20,6 +20,7 @@
     │   └── CoverageError           elements that nothing filled
     ├── SourceError                 one source that does not deliver
     │   ├── SourceUnreachableError  no connection, or one that broke
+    │   ├── SourceUntrustedError    a certificate, or a way, that no ticket is sent over
     │   ├── SourceStalledError      connected, but no bytes
     │   ├── SourceBusyError         asks to come back later
     │   ├── SourceRefusedError      answered with an error
@@ -35,6 +36,7 @@
     ├── ConflictError               right for another state
     ├── SettingsError               an option or variable that cannot be right
     ├── ServiceUnreachableError     the control plane does not answer
+    │   └── ServiceUntrustedError   or answers with a certificate that is not the expected one
     ├── AdmissionError              needs more memory than there is
     ├── DeviceError                 a copy from or to a device that failed
     ├── DeadlineError               the time is over
@@ -188,6 +190,13 @@ class SourceUnreachableError(SourceError):
     code = "source_unreachable"
 
 
+class SourceUntrustedError(SourceError):
+    """Nothing was sent: the certificate is not the one that is vouched for, or the way is not encrypted."""
+
+    code = "source_untrusted"
+    retryable = False
+
+
 class SourceStalledError(SourceError):
     """The connection stands, but no byte arrived within the time allowed."""
 
@@ -279,6 +288,13 @@ class ServiceUnreachableError(TransferError):
 
     code = "service_unreachable"
     retryable = True
+
+
+class ServiceUntrustedError(ServiceUnreachableError):
+    """Nothing was sent: the control plane's certificate has expired, is of another name, authority or fingerprint."""
+
+    code = "service_untrusted"
+    retryable = False
 
 
 class AdmissionError(TransferError):

@@ -90,11 +90,18 @@ class Lane:
         return self.endpoint.instance_id, self.endpoint.url, self.endpoint.generation
 
     def connect(self) -> None:
-        try:
-            for stream in self.streams:
+        """Open the connections; one is enough, since a source may have no room for all of them."""
+        missing: list[SourceError] = []
+        for stream in self.streams:
+            try:
                 stream.connect()
-        except SourceError as error:
-            self.give_up(error)
+            except SourceUnreachableError as error:
+                missing.append(error)
+            except SourceError as error:
+                self.give_up(error)
+                return
+        if len(missing) == len(self.streams):
+            self.give_up(missing[0])
 
     def close(self) -> None:
         for stream in self.streams:

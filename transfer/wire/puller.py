@@ -17,6 +17,7 @@ from weightwire.transfer.errors import TransferError
 from weightwire.transfer.manifest import Manifest
 from weightwire.transfer.plan import Plan
 from weightwire.transfer.shells import Shells
+from weightwire.transfer.wire.connecting import Network
 from weightwire.transfer.wire.coverage import Coverage
 from weightwire.transfer.wire.lanes import Lane, Work
 from weightwire.transfer.wire.ledger import Ledger
@@ -40,7 +41,8 @@ class PullOptions:
         min_rate_bytes_per_s: A source that delivers less is given up.
         stall_window_s: After so long, if others, or the disk, have what it has; else after `timeouts.stall_s`.
         pipelined: Fetch in rising order, in short claims, for others who read what is there already.
-        tls: Trust for sources on https.
+        tls: Trust for sources on https; by default the system's, or for a source with a fingerprint only that.
+        network: Proxies and sockets.
     """
 
     streams: int = 2
@@ -50,6 +52,7 @@ class PullOptions:
     stall_window_s: float = 1.5
     pipelined: bool = False
     tls: ssl.SSLContext | None = None
+    network: Network = field(default_factory=Network)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +230,8 @@ class Puller:
         # What a relay has grows at one end: two streams of one reader would only wait for each other.
         num_streams = 1 if endpoint.relay else self.options.streams
         streams = [
-            SourceStream(endpoint, manifest, timeouts=timeouts, tls=self.options.tls) for _ in range(num_streams)
+            SourceStream(endpoint, manifest, timeouts=timeouts, tls=self.options.tls, network=self.options.network)
+            for _ in range(num_streams)
         ]
         patience_s = self.options.busy_patience_s
         return Lane(endpoint, manifest, streams, busy_patience_s=patience_s, on_given_up=self._take_down)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import struct
+from dataclasses import dataclass
 
 from weightwire.transfer.address import is_loopback
 
@@ -18,13 +19,46 @@ _LOOPBACK_WINDOW_BYTES = 4 << 20
 _LOOPBACK_QUEUE_BYTES = 256 << 10
 
 
-def tune(sock: socket.socket) -> None:
-    """Send small packets at once, and on loopback as fast as the two processes can."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SocketOptions:
+    """How sockets behave on long and unreliable links.
+
+    A peer that is gone without a word (its machine lost power, a firewall forgot the connection) is noticed by the
+    kernel after `idle_s + probes * probe_interval_s`, or `unacknowledged_s` if something was under way to it.
+
+    Attributes:
+        buffer_bytes: Window of each connection; None leaves it to the kernel, which makes it grow with what the link
+            takes. A fixed one ends that, and is granted up to net.core.rmem_max and wmem_max.
+        idle_s: Silence after which the kernel asks whether the peer is still there.
+        probe_interval_s: Time between such questions.
+        probes: How many go unanswered before the connection is dead.
+        unacknowledged_s: How long bytes may be under way without a sign that they arrived.
+    """
+
+    buffer_bytes: int | None = None
+    idle_s: int = 10
+    probe_interval_s: int = 5
+    probes: int = 3
+    unacknowledged_s: int = 30
+
+
+def set_buffers(sock: socket.socket, options: SocketOptions) -> None:
+    """Fix the window, if that is asked for; before connecting, since the handshake agrees on how large it may get."""
+    if options.buffer_bytes is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, options.buffer_bytes)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, options.buffer_bytes)
+
+
+def tune(sock: socket.socket, options: SocketOptions | None = None) -> None:
+    """Send small packets at once, notice peers that are gone, and be on loopback as fast as the two processes can."""
+    options = options or SocketOptions()
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    _keep_alive(sock, options)
     if not is_loopback(str(sock.getpeername()[0])):
         return
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _LOOPBACK_WINDOW_BYTES)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOOPBACK_QUEUE_BYTES)
+    if options.buffer_bytes is None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _LOOPBACK_WINDOW_BYTES)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOOPBACK_QUEUE_BYTES)
     if not hasattr(socket, "TCP_CONGESTION"):
         return
     # A default of bbr paces even on loopback, and halves the rate there.
@@ -33,6 +67,14 @@ def tune(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
         except OSError:
             logger.debug("congestion control cubic is not to be had here")
+
+
+def _keep_alive(sock: socket.socket, options: SocketOptions) -> None:
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, options.idle_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, options.probe_interval_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, options.probes)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, options.unacknowledged_s * 1000)
 
 
 def timeval(seconds: float) -> bytes:

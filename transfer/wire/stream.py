@@ -7,6 +7,7 @@ import http.client
 import json
 import socket
 import ssl
+from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
@@ -25,6 +26,8 @@ from weightwire.transfer.errors import (
     SourceRefusedError,
     SourceStalledError,
     SourceUnreachableError,
+    SourceUntrustedError,
+    TooLargeError,
     TransferError,
 )
 from weightwire.transfer.integrity import digest_at
@@ -34,13 +37,18 @@ from weightwire.transfer.regions import Region
 from weightwire.transfer.shells import Shells
 from weightwire.transfer.wire import framing
 from weightwire.transfer.wire.body import Body, body_of
+from weightwire.transfer.wire.connecting import Network, SourceConnection
+from weightwire.transfer.wire.portions import Portions
 from weightwire.transfer.wire.segments import Segment, merged_regions
-from weightwire.transfer.wire.sockets import tune
+from weightwire.transfer.wire.trust import refused_certificate
 from weightwire.transfer.wire.watchdog import Meter
 
 _MAX_ERROR_BODY_BYTES = 1 << 16
 _PREPARED_FRAMES = 64
 _MOST_WAIT_DIGITS = 5
+# Come back later; and: what stands before the source does not get its answer.
+_BUSY_STATUSES = (429, 503)
+_GATEWAY_STATUSES = (502, 504)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +61,8 @@ class Endpoint:
         target_instance: Whom the ticket was granted to.
         relay: It is still receiving what it serves.
         standby: Tier; of one manifest, a higher one is read only once every source of the lower ones is given up.
+        certificate_sha256: Fingerprint of the certificate that has to be met at an https URL; None leaves that to
+            authorities.
     """
 
     instance_id: str
@@ -66,6 +76,7 @@ class Endpoint:
     target_rank: int = 0
     relay: bool = False
     standby: int = 0
+    certificate_sha256: str | None = None
 
     def __str__(self) -> str:
         return f"source {self.instance_id!r} rank {self.rank} at {self.url}"
@@ -100,46 +111,50 @@ class SourceStream:
         *,
         timeouts: Timeouts | None = None,
         tls: ssl.SSLContext | None = None,
+        network: Network | None = None,
     ) -> None:
         self.endpoint = endpoint
         self.manifest = manifest
         self.meter = Meter()
         self._timeouts = timeouts or Timeouts()
-        address = Address.parse(endpoint.url)
-        if address.scheme == "https":
-            context = tls or ssl.create_default_context()
-            self._connection: http.client.HTTPConnection = http.client.HTTPSConnection(
-                address.host, address.port, timeout=self._timeouts.connect_s, context=context
-            )
-        else:
-            self._connection = http.client.HTTPConnection(address.host, address.port, timeout=self._timeouts.connect_s)
-        # Or a request would quietly open a connection that nobody can abort.
-        self._connection.auto_open = 0
+        self._connection = SourceConnection(
+            Address.parse(endpoint.url),
+            network=network or Network(),
+            tls=tls,
+            pin=endpoint.certificate_sha256,
+            timeout_s=self._timeouts.connect_s,
+        )
         # Kept beside the connection, which forgets the socket of an answer that ends with it.
         self._sock: socket.socket | None = None
         self._response: http.client.HTTPResponse | None = None
         self._is_aborted = False
         self._landing: Landing | None = None
         self._waits_left = 0
+        self._portions = Portions(manifest, empty_request_bytes=len(self._request(())))
+        # True between two answers: whoever closes idle connections may do it then.
+        self._is_idle = False
 
     def connect(self) -> None:
         """Open the connection now, not with the first request.
 
         Raises:
             SourceUnreachableError: If nobody answers there.
+            SourceUntrustedError: If it has not the certificate that it should have.
         """
         with self._as_source_errors():
             if self._connection.sock is None:
-                try:
-                    self._connection.connect()
-                except TimeoutError as error:
-                    raise SourceUnreachableError(f"no connection within {self._timeouts.connect_s:g} s") from error
-                sock = cast(socket.socket, self._connection.sock)
-                sock.settimeout(self._timeouts.stall_s)
-                tune(sock)
-                self._sock = sock
-                if self._is_aborted:
-                    raise SourceUnreachableError("given up while it was connected")
+                self._open()
+
+    def _open(self) -> None:
+        try:
+            self._connection.connect()
+        except TimeoutError as error:
+            raise SourceUnreachableError(f"no connection within {self._timeouts.connect_s:g} s") from error
+        self._is_idle = False
+        self._sock = cast(socket.socket, self._connection.sock)
+        self._sock.settimeout(self._timeouts.stall_s)
+        if self._is_aborted:
+            raise SourceUnreachableError("given up while it was connected")
 
     def close(self) -> None:
         """Close the connection; the next request opens another. Only for the thread that reads."""
@@ -187,12 +202,25 @@ class SourceStream:
             DeviceError: If the shells cannot be written, which is no fault of the source's.
         """
         self.meter.asking = True
+        waiting = deque(segments)
         try:
-            yield from self._fetch(segments, shells)
+            while waiting:
+                portion = self._portions.take(waiting)
+                try:
+                    yield from self._fetch(portion, shells)
+                except (SourceRefusedError, TooLargeError) as error:
+                    # It came in place of an answer, so nothing of the portion has been delivered.
+                    if self._portions.learn(error, portion, request_bytes=len(self._request(portion))):
+                        waiting.extendleft(reversed(portion))
+                    elif error.facts.get("status") in _GATEWAY_STATUSES:
+                        raise SourceUnreachableError(str(error)) from error
+                    else:
+                        raise
         finally:
             self.meter.asking = False
 
     def _fetch(self, segments: Sequence[Segment], shells: Shells) -> Generator[framing.Frame | Damage, None, None]:
+        """Read what one request may ask for."""
         self.connect()
         if self._landing is None or self._landing.memory is not shells:
             self._landing = shells.landing(self.manifest.chunk_bytes, self._not_asking)
@@ -234,6 +262,7 @@ class SourceStream:
                 self._read_room(body)
             if not body.finish():
                 raise ProtocolError("the body goes on after its last frame")
+            self._is_idle = True
 
     def _receipts(self, segments: Sequence[Segment], shells: Shells) -> Iterator[_Receipt]:
         """Where each frame is to be read to, and what has to follow it.
@@ -272,21 +301,13 @@ class SourceStream:
     def _ask(self, segments: Sequence[Segment]) -> Body:
         """Send the request; an answer that is not the frames that were asked for is an error."""
         endpoint = self.endpoint
-        request = framing.ReadRequest(
-            generation=endpoint.generation,
-            weight_version=endpoint.weight_version,
-            manifest=endpoint.manifest,
-            target_instance=endpoint.target_instance,
-            target_rank=endpoint.target_rank,
-            regions=tuple(merged_regions(segments)),
-        ).to_bytes()
+        request = self._request(segments)
         headers = {
             "Content-Type": "application/json",
             "Authorization": f"Ticket {endpoint.ticket}",
             "Weightwire-Protocol": framing.PROTOCOL,
         }
-        self._connection.request("POST", "/v1/read", body=request, headers=headers)
-        self._response = response = self._connection.getresponse()
+        self._response = response = self._exchange(request, headers)
         if response.status != 200:
             raise self._refusal(response)
         expected = {
@@ -298,18 +319,52 @@ class SourceStream:
         }
         for name, value in expected.items():
             if (actual := response.getheader(name)) != value:
-                raise ProtocolError(f"answered with {name} {actual!r}, expected {value!r}")
+                hint = "" if actual else "; something on the way drops headers that it does not know"
+                raise ProtocolError(f"answered with {name} {actual!r}, expected {value!r}{hint}")
         self._waits_left = _announced_waits(response)
         return body_of(response, self._connection.sock, self.meter, stall_s=self._timeouts.stall_s)
+
+    def _request(self, segments: Sequence[Segment]) -> bytes:
+        endpoint = self.endpoint
+        return framing.ReadRequest(
+            generation=endpoint.generation,
+            weight_version=endpoint.weight_version,
+            manifest=endpoint.manifest,
+            target_instance=endpoint.target_instance,
+            target_rank=endpoint.target_rank,
+            regions=tuple(merged_regions(segments)),
+        ).to_bytes()
+
+    def _exchange(self, request: bytes, headers: dict[str, str]) -> http.client.HTTPResponse:
+        """Send a request, and wait for the head of the answer.
+
+        A connection that was closed while it was idle is opened again: the source, or what stands before it, did not
+        see the request.
+        """
+        was_idle, self._is_idle = self._is_idle, False
+        try:
+            return self._answer(request, headers)
+        except ConnectionError:
+            if not was_idle or self._is_aborted:
+                raise
+        self._connection.close()
+        self._open()
+        return self._answer(request, headers)
+
+    def _answer(self, request: bytes, headers: dict[str, str]) -> http.client.HTTPResponse:
+        # Who refuses a large body may close while it is still being sent; the refusal tells why.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._connection.request("POST", "/v1/read", body=request, headers=headers)
+        return self._connection.getresponse()
 
     def _refusal(self, response: http.client.HTTPResponse) -> TransferError:
         error = refusal_of(
             status=response.status,
             body=response.read(_MAX_ERROR_BODY_BYTES),
             content_type=response.getheader("Content-Type", ""),
-            url=f"{self.endpoint.url}/v1/read",
+            url=f"{self.endpoint.url}/v1/read{self._connection.way}",
         )
-        if response.status == 503 and not isinstance(error, SourceBusyError):
+        if response.status in _BUSY_STATUSES and not isinstance(error, SourceBusyError):
             return SourceBusyError(str(error), retry_after_s=_retry_after(response))
         return error
 
@@ -391,6 +446,8 @@ class SourceStream:
             if isinstance(error, TransferError):
                 # Whoever raised it below does not know whom it spoke to.
                 raise _told_by(self.endpoint, error) from error
+            if reason := refused_certificate(error):
+                raise SourceUntrustedError(f"{self.endpoint}: {reason}") from error
             if isinstance(error, TimeoutError):
                 raise SourceStalledError(f"{self.endpoint}: no byte for {self._timeouts.stall_s:g} s") from error
             # First, since a connection that ends before an answer is both this and an HTTPException.

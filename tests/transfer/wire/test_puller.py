@@ -232,8 +232,7 @@ def test_patience_with_a_busy_source_begins_anew_with_every_byte(answering: Answ
 REFUSALS = {
     "ticket_invalid": refusal("403 Forbidden", b'{"code": "ticket_invalid", "detail": "expired"}'),
     "source_fenced": refusal("409 Conflict", b'{"code": "source_fenced", "detail": "generation is 8 here"}'),
-    "source_refused": lambda answer: answer.text(b"<html>", status="502 Bad Gateway", content_type="text/html"),
-    "body_too_large": refusal("413 Too Large", b'{"code": "body_too_large", "detail": "x"}'),
+    "source_refused": lambda answer: answer.text(b"<html>", status="500 Error", content_type="text/html"),
     "transfer_failed": refusal("500 Error", b'{"code": "something_new", "detail": "x"}'),
 }
 

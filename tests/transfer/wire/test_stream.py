@@ -46,6 +46,7 @@ from weightwire.transfer.errors import (
     SourceRefusedError,
     SourceStalledError,
     SourceUnreachableError,
+    SourceUntrustedError,
     TicketError,
     TransferError,
 )
@@ -272,16 +273,28 @@ def test_bytes_behind_the_answer_are_never_taken_for_the_next_one(
     assert reader.memory[16:] == model.memory[16:]
 
 
-def test_connection_that_the_server_closed_in_between_is_an_error_and_the_next_one_works(
+def test_connection_that_was_closed_while_it_was_idle_is_opened_again(
     answering: Answering, reading: MakeReader
 ) -> None:
     server = answering(lambda answer: Closed(answer.text()), lambda answer: answer.text())
     reader = reading(server.url)
     reader.fetch()
-    with pytest.raises(SourceUnreachableError):
-        reader.fetch()
     reader.fetch()
     assert server.connections == 2
+
+
+def test_connection_that_closes_again_and_again_before_its_answer_is_an_error(
+    answering: Answering, reading: MakeReader
+) -> None:
+    server = answering(lambda answer: answer.text(), lambda _: Closed(b""))
+    reader = reading(server.url)
+    reader.fetch()
+    with pytest.raises(SourceUnreachableError):
+        reader.fetch()
+    with pytest.raises(SourceUnreachableError):
+        reader.fetch()
+    # The idle one, the one opened in its place, and that of the second try.
+    assert (server.connections, len(server.requests)) == (3, 4)
 
 
 # Wrong answers, of which nothing at all may be kept
@@ -845,7 +858,7 @@ def test_encrypted_read_gives_the_same_bytes(encrypted: Served, certificate: Pat
 
 def test_certificate_that_nobody_vouches_for_is_refused(encrypted: Served) -> None:
     stream = SourceStream(encrypted.endpoint(), encrypted.manifest, timeouts=LONG)
-    with pytest.raises(SourceUnreachableError, match="certificate verify failed"):
+    with pytest.raises(SourceUntrustedError, match="certificate is refused: self-signed certificate"):
         stream.connect()
 
 
