@@ -52,6 +52,16 @@ def check_dialable(address: Address, *, peer_host: str | None, resolve: Callable
         )
 
 
+def check_certificate(url: str | None, certificate_sha256: str | None) -> None:
+    """Refuse a fingerprint of what shows no certificate.
+
+    Raises:
+        RequestError: If there is one without an https URL: whoever reads it would believe more than is checked.
+    """
+    if certificate_sha256 is not None and (url is None or not url.lower().startswith("https:")):
+        raise RequestError(f"url {url!r}: has a certificate_sha256, which only https can show")
+
+
 def resolve_name(host: str) -> list[str]:
     """The addresses of `host` as this machine sees them, of any family; none if it does not know the name."""
     try:

@@ -29,6 +29,7 @@ class GrantedSource:
     url: str
     weight_version: int
     manifest_digest: str
+    certificate_sha256: str | None = None
 
     @property
     def key(self) -> SourceKey:
@@ -206,6 +207,7 @@ def granted_instance(instance: Instance, *, standby: int = 0) -> GrantedInstance
                 url=process.url,
                 weight_version=process.publication.weight_version,
                 manifest_digest=process.publication.digest,
+                certificate_sha256=process.certificate_sha256,
             )
         )
     return GrantedInstance(topology=instance.topology, ranks=tuple(ranks), standby=standby)

@@ -34,6 +34,7 @@ class RankProcess:
     Attributes:
         generation: New for each process start; a higher one replaces a lower one.
         url: Where it serves; None while it only takes.
+        certificate_sha256: Fingerprint of the certificate that is met there; None leaves that to authorities.
         lease_s: Length of its lease.
         renewed_at: When it was heard of last. Times are in seconds since 1970.
         expires_at: When the lease runs out.
@@ -47,6 +48,7 @@ class RankProcess:
     renewed_at: float
     expires_at: float
     publication: Publication | None = None
+    certificate_sha256: str | None = None
 
     def is_live(self, now: float) -> bool:
         return now < self.expires_at

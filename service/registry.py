@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from weightwire.service.addresses import check_dialable, check_endpoint, resolve_name
+from weightwire.service.addresses import check_certificate, check_dialable, check_endpoint, resolve_name
 from weightwire.service.instances import Instance, Publication, RankProcess
 from weightwire.service.manifests import ManifestFacts, Manifests, PackedManifest
 from weightwire.service.records import Table
@@ -25,11 +25,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankClaim:
-    """A process that says which rank it is, and where it serves (None: it does not)."""
+    """A process that says which rank it is, where it serves (None: it does not), and with which certificate."""
 
     rank: int
     generation: int
     url: str | None
+    certificate_sha256: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +122,7 @@ class Registry:
                         rank=claim.rank,
                         generation=claim.generation,
                         url=claim.url,
+                        certificate_sha256=claim.certificate_sha256,
                         lease_s=lease_s,
                         renewed_at=now,
                         expires_at=now + lease_s,
@@ -239,6 +241,8 @@ class Registry:
         with self._store.transaction() as transaction:
             known = INSTANCES.get(transaction, registration.instance_id)
         known_urls = {process.url for process in known.ranks.values()} if known else set()
+        for claim in registration.ranks:
+            check_certificate(claim.url, claim.certificate_sha256)
         for url in {claim.url for claim in registration.ranks} - known_urls:
             if url is not None:
                 check_dialable(check_endpoint(url), peer_host=registration.peer_host, resolve=self._resolve)

@@ -65,6 +65,14 @@ class RankClaimBody(_Request):
     url: Annotated[str, Field(max_length=2048)] | None = Field(
         default=None, description="null: takes, and does not serve yet"
     )
+    certificate_sha256: Digest | None = Field(
+        default=None, description="of the certificate, in DER, that is met at an https url; targets take no other"
+    )
+
+    def to_claim(self) -> RankClaim:
+        return RankClaim(
+            rank=self.rank, generation=self.generation, url=self.url, certificate_sha256=self.certificate_sha256
+        )
 
 
 class RegisterBody(_Request):
@@ -84,7 +92,7 @@ class RegisterBody(_Request):
             revision=self.revision,
             epoch=self.epoch,
             topology=self.topology.to_topology(),
-            ranks=tuple(RankClaim(rank=r.rank, generation=r.generation, url=r.url) for r in self.ranks),
+            ranks=tuple(rank.to_claim() for rank in self.ranks),
             lease_s=self.lease_s,
             peer_host=peer_host,
         )
@@ -123,6 +131,7 @@ class InstanceRank(_Answer):
     rank: int
     generation: int
     url: str | None
+    certificate_sha256: str | None
     live: bool
     expires_at: datetime
     published: PublicationAnswer | None
@@ -275,6 +284,7 @@ class SourceGrant(_Answer):
     ticket: str
     relay: bool = Field(description="it is still receiving what it serves, or was when this was granted")
     standby: int = Field(description="tier: to be read once the sources of all lower tiers are given up")
+    certificate_sha256: str | None = Field(description="of the certificate to be met at url; null: any that is trusted")
 
 
 class RankGrant(_Answer):
@@ -637,6 +647,7 @@ def _instance_rank(process: RankProcess, now: float) -> InstanceRank:
         rank=process.rank,
         generation=process.generation,
         url=process.url,
+        certificate_sha256=process.certificate_sha256,
         live=process.is_live(now),
         expires_at=instant(process.expires_at),
         published=publication_answer(process),

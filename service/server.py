@@ -22,6 +22,8 @@ from weightwire.service.settings import Settings, check_settings
 from weightwire.service.store import Store
 from weightwire.transfer.address import Address
 from weightwire.transfer.errors import SettingsError
+from weightwire.transfer.wire.sockets import serve_both_families
+from weightwire.transfer.wire.trust import read_fingerprint
 
 _START_TIMEOUT_S = 30.0
 
@@ -47,6 +49,7 @@ class Server:
             self._socket.close()
             raise
         host, port = self._socket.getsockname()[:2]
+        self._certificate = settings.tls_cert
         self.url = settings.advertise or str(Address(scheme=settings.scheme, host=host, port=port))
         config = uvicorn.Config(
             app,
@@ -88,7 +91,8 @@ class Server:
     def run(self, on_ready: Callable[[str], None]) -> None:
         """Serve in this thread until `stop`."""
         self._uvicorn.on_ready = lambda: on_ready(self.url)
-        logger.info("serving on %s", self.url)
+        shown = f", certificate sha256:{read_fingerprint(self._certificate)}" if self._certificate else ""
+        logger.info("serving on %s%s", self.url, shown)
         asyncio.run(self._uvicorn.serve([self._socket]))
         logger.info("stopped serving on %s", self.url)
 
@@ -150,6 +154,7 @@ def bind_socket(host: str, port: int) -> socket.socket:
         raise SettingsError(f"host {host!r}: not an address of this machine: {error}") from error
     bound = socket.socket(family, kind, protocol)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    serve_both_families(bound)
     try:
         bound.bind(address)
         # Listening already here: two sockets may be bound to one port as long as none of them listens.

@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, SecretStr, ValidationError
+from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from weightwire.transfer.address import Address, is_loopback
+from weightwire.transfer.address import Address, bare_host, check_zone, is_loopback
 from weightwire.transfer.errors import RequestError, SettingsError
+from weightwire.transfer.wire.proxies import Proxies
 
 PREFIX = "WEIGHTWIRE_"
 _SQLITE = "sqlite:"
@@ -71,6 +72,11 @@ class Settings(BaseSettings):
     keep_manifests_s: Seconds = 3600.0
     keep_instances_s: Seconds = 3600.0
 
+    @field_validator("host")
+    @classmethod
+    def _without_brackets(cls, host: str) -> str:
+        return bare_host(host)
+
     @property
     def sqlite_path(self) -> Path | None:
         """The database file, or None for the store in memory."""
@@ -89,14 +95,18 @@ class Settings(BaseSettings):
 KNOWN_VARIABLES = frozenset(
     PREFIX + name
     for name in (
+        "ADVERTISE_PIN",
         "CHECKPOINT",
         "DEADLINE_S",
         "EPOCH",
         "INSTANCE_ID",
         "MAX_READERS",
         "MODEL",
+        "PROXY",
         "REVISION",
         "SERVICE",
+        "SERVICE_PIN",
+        "SOCKET_BUFFER",
         "STREAMS",
         "TLS_CA",
     )
@@ -138,6 +148,18 @@ def check_environment(environ: Mapping[str, str] | None = None) -> None:
             raise SettingsError(f"variable {name}: unknown; {hint}", variable=name)
 
 
+def proxies_of(rule: str) -> Proxies:
+    """What `--proxy` says: `none`, a URL, or `env` for the variables that most programs know.
+
+    Raises:
+        SettingsError: If it is none of these, or a variable names what is no proxy.
+    """
+    try:
+        return Proxies.parse(rule, os.environ)
+    except SettingsError as error:
+        raise SettingsError(f"--proxy {'env' if rule == 'env' else ''}: {error}") from error
+
+
 def check_settings(settings: Settings) -> None:
     """Refuse what contradicts itself, and what would leave the service open to the network.
 
@@ -161,6 +183,7 @@ def check_settings(settings: Settings) -> None:
             Address.parse(settings.advertise)
         except RequestError as error:
             raise SettingsError(f"advertise: {error}") from error
+    check_zone(settings.host, advertise=settings.advertise)
     _check_tokens(settings)
     _check_exposure(settings)
 

@@ -133,6 +133,7 @@ def _grant(transfer: Transfer, parts: Components) -> GrantAnswer:
                         url=source.url,
                         weight_version=source.weight_version,
                         manifest_digest=source.manifest_digest,
+                        certificate_sha256=source.certificate_sha256,
                         ticket=parts.registry.sign(transfer.ticket(target.rank, source)),
                         relay=instance.relay,
                         standby=instance.standby,

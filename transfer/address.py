@@ -6,7 +6,7 @@ import ipaddress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from weightwire.transfer.errors import RequestError
+from weightwire.transfer.errors import RequestError, SettingsError
 
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _BRACKETS = "an IPv6 literal needs brackets: http://[::1]:8700"
@@ -75,6 +75,16 @@ def _shown(url: str) -> str:
 def bare_host(text: str) -> str:
     """An address to bind, without the brackets that people write around IPv6 literals."""
     return text[1:-1] if text.startswith("[") and text.endswith("]") else text
+
+
+def check_zone(host: str, *, advertise: str | None) -> None:
+    """Refuse to serve on an address that only this machine can write, unless another one is told to the others.
+
+    Raises:
+        SettingsError: If `host` has a zone, as fe80::1%eth0 has, and nothing is advertised.
+    """
+    if "%" in host and advertise is None:
+        raise SettingsError(f"host {host!r}: its zone means nothing to other machines, expected --advertise with a URL")
 
 
 def is_loopback(host: str) -> bool:

@@ -10,10 +10,14 @@ from typing import Annotated
 import typer
 
 from weightwire.service.client.api import ServiceClient
+from weightwire.service.settings import proxies_of
 from weightwire.transfer.address import Address
 from weightwire.transfer.errors import RequestError, SettingsError
 from weightwire.transfer.loading.loop import UnexpectedPolicy
 from weightwire.transfer.staging import Staging
+from weightwire.transfer.wire.connecting import Network
+from weightwire.transfer.wire.sockets import SocketOptions
+from weightwire.transfer.wire.trust import client_context, parse_fingerprint, read_fingerprint
 
 _CONNECTION = "Connection"
 _SERVING = "Serving"
@@ -39,6 +43,33 @@ TlsCa = Annotated[
         rich_help_panel=_CONNECTION,
     ),
 ]
+ServicePin = Annotated[
+    str | None,
+    typer.Option(
+        envvar="WEIGHTWIRE_SERVICE_PIN",
+        help="SHA-256 of the control plane's certificate: that one and no other is believed, and needs no authority.",
+        show_default=False,
+        rich_help_panel=_CONNECTION,
+    ),
+]
+ProxyRule = Annotated[
+    str,
+    typer.Option(
+        "--proxy",
+        envvar="WEIGHTWIRE_PROXY",
+        help="HTTP proxy to the control plane and to sources: none, a URL, or env for HTTP_PROXY, HTTPS_PROXY, "
+        "ALL_PROXY and NO_PROXY.",
+        rich_help_panel=_CONNECTION,
+    ),
+]
+SocketBuffer = Annotated[
+    int | None,
+    typer.Option(
+        envvar="WEIGHTWIRE_SOCKET_BUFFER",
+        help="Bytes of window of each connection, for fat and long links. Default: the kernel finds it out.",
+        min=4096, max=1 << 30, show_default=False, rich_help_panel=_CONNECTION,
+    ),
+]  # fmt: skip
 AllowPlainHttp = Annotated[
     bool,
     typer.Option(
@@ -109,6 +140,16 @@ TlsKey = Annotated[
     typer.Option(
         envvar="WEIGHTWIRE_TLS_KEY",
         help="PEM file with the certificate's key.",
+        show_default=False,
+        rich_help_panel=_SERVING,
+    ),
+]
+AdvertisePin = Annotated[
+    str | None,
+    typer.Option(
+        envvar="WEIGHTWIRE_ADVERTISE_PIN",
+        help="SHA-256 of the certificate that is met at --advertise, or none to leave it to authorities. Default: that "
+        "of --tls-cert.",
         show_default=False,
         rich_help_panel=_SERVING,
     ),
@@ -234,6 +275,9 @@ class Connection:
     token: str | None
     tls_ca: Path | None
     allow_plain_http: bool
+    service_pin: str | None = None
+    proxy: str = "none"
+    socket_buffer: int | None = None
 
     def client(self) -> ServiceClient:
         """A client of the control plane.
@@ -242,20 +286,70 @@ class Connection:
             SettingsError: If the address cannot be one, or the token would travel unencrypted.
         """
         check_address("--service", self.service)
-        return ServiceClient(self.service, token=self.token, allow_plain_http=self.allow_plain_http, tls=self.trust())
+        pin = None if self.service_pin is None else parse_pin("--service-pin", self.service_pin)
+        if pin is not None and Address.parse(self.service).scheme != "https":
+            raise SettingsError(f"--service-pin: {self.service} shows no certificate, expected https")
+        return ServiceClient(
+            self.service,
+            token=self.token,
+            allow_plain_http=self.allow_plain_http,
+            tls=self._context(pin) if pin else self.trust(),
+            proxies=proxies_of(self.proxy),
+        )
 
     def trust(self) -> ssl.SSLContext | None:
-        """What https connections trust; None for the system's own.
+        """What https connections to sources trust beside what the service vouches for; None for the system's own.
 
         Raises:
             SettingsError: If the file is no PEM file of certificates.
         """
-        if self.tls_ca is None:
-            return None
+        return None if self.tls_ca is None else self._context(None)
+
+    def network(self) -> Network:
+        """How sources are reached.
+
+        Raises:
+            SettingsError: If --proxy is no proxy.
+        """
+        return Network(
+            proxies=proxies_of(self.proxy),
+            sockets=self.sockets,
+            allow_plain_http=self.allow_plain_http,
+        )
+
+    @property
+    def sockets(self) -> SocketOptions:
+        return SocketOptions(buffer_bytes=self.socket_buffer)
+
+    def _context(self, pin: str | None) -> ssl.SSLContext:
         try:
-            return ssl.create_default_context(cafile=str(self.tls_ca))
-        except (OSError, ssl.SSLError) as error:
-            raise SettingsError(f"--tls-ca {self.tls_ca}: {error}") from error
+            return client_context(self.tls_ca, pin)
+        except SettingsError as error:
+            raise SettingsError(f"--tls-ca {error}") from error
+
+
+def parse_pin(option: str, text: str) -> str:
+    """Raises:
+    SettingsError: If it is no fingerprint.
+    """
+    try:
+        return parse_fingerprint(text)
+    except SettingsError as error:
+        raise SettingsError(f"{option}: {error}") from error
+
+
+def advertised_pin(text: str | None, *, advertise: str | None, tls_cert: Path | None) -> str | None:
+    """Fingerprint of the certificate that targets will meet; None if there is none, or authorities vouch for it.
+
+    Raises:
+        SettingsError: If `text` is neither a fingerprint nor `none`, or --tls-cert holds no certificate.
+    """
+    if text is not None:
+        return None if text == "none" else parse_pin("--advertise-pin", text)
+    # Something that encrypts in front of a source in the clear has a certificate of its own, and the other way round.
+    if tls_cert is None or (advertise is not None and not advertise.lower().startswith("https:")):
+        return None
+    return read_fingerprint(tls_cert)
 
 
 def check_address(option: str, url: str) -> None:

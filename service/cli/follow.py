@@ -23,13 +23,18 @@ def status(
     service: flags.Service = flags.DEFAULT_SERVICE,
     token: flags.Token = None,
     tls_ca: flags.TlsCa = None,
+    service_pin: flags.ServicePin = None,
+    proxy: flags.ProxyRule = "none",
     allow_plain_http: flags.AllowPlainHttp = False,
     json: flags.Json = False,
     log_level: flags.LogLevel = "warning",
 ) -> int:
     """Show who holds which weights, and how far transfers are."""
     start_logging(log_level)
-    connection = Connection(service=service, token=token, tls_ca=tls_ca, allow_plain_http=allow_plain_http)
+    connection = Connection(
+        service=service, token=token, tls_ca=tls_ca, allow_plain_http=allow_plain_http, service_pin=service_pin,
+        proxy=proxy,
+    )  # fmt: skip
     try:
         with connection.client() as client:
             if transfer_id is None:
@@ -57,13 +62,18 @@ def cancel(
     service: flags.Service = flags.DEFAULT_SERVICE,
     token: flags.Token = None,
     tls_ca: flags.TlsCa = None,
+    service_pin: flags.ServicePin = None,
+    proxy: flags.ProxyRule = "none",
     allow_plain_http: flags.AllowPlainHttp = False,
     json: flags.Json = False,
     log_level: flags.LogLevel = "warning",
 ) -> int:
     """Stop a transfer; its target ends with exit code 3. One that has ended stays as it is."""
     start_logging(log_level)
-    connection = Connection(service=service, token=token, tls_ca=tls_ca, allow_plain_http=allow_plain_http)
+    connection = Connection(
+        service=service, token=token, tls_ca=tls_ca, allow_plain_http=allow_plain_http, service_pin=service_pin,
+        proxy=proxy,
+    )  # fmt: skip
     try:
         with connection.client() as client:
             answer = client.cancel(transfer_id)

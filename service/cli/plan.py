@@ -143,6 +143,8 @@ def plan(
     unexpected: flags.Unexpected = "refuse",
     token: flags.Token = None,
     tls_ca: flags.TlsCa = None,
+    service_pin: flags.ServicePin = None,
+    proxy: flags.ProxyRule = "none",
     allow_plain_http: flags.AllowPlainHttp = False,
     json: flags.Json = False,
     log_level: flags.LogLevel = "info",
@@ -153,7 +155,10 @@ def plan(
     service for a dry run, with --to for a target of that topology.
     """  # fmt: skip
     start_logging(log_level)
-    connection = Connection(service=service, token=token, tls_ca=tls_ca, allow_plain_http=allow_plain_http)
+    connection = Connection(
+        service=service, token=token, tls_ca=tls_ca, allow_plain_http=allow_plain_http, service_pin=service_pin,
+        proxy=proxy,
+    )  # fmt: skip
     try:
         asked = _Asked(
             config=config, source=source, target=target, rank=rank, unexpected=unexpected, as_json=json,

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from weightwire.service.cli import flags, render
-from weightwire.service.cli.flags import Connection, server_context, unexpected_policy
+from weightwire.service.cli.flags import Connection, advertised_pin, server_context, unexpected_policy
 from weightwire.service.cli.output import byte_bar, fail, print_json, rank_bars, start_logging, stdout
 from weightwire.service.cli.pull_json import failed_json, pulled_json
 from weightwire.service.cli.serving import DataPlane, serve_until_signal
@@ -82,9 +82,13 @@ def pull(
     host: flags.Host = "127.0.0.1",
     port: flags.Port = 0,
     advertise: flags.Advertise = None,
+    advertise_pin: flags.AdvertisePin = None,
     max_readers: flags.MaxReaders = 64,
     token: flags.Token = None,
     tls_ca: flags.TlsCa = None,
+    service_pin: flags.ServicePin = None,
+    proxy: flags.ProxyRule = "none",
+    socket_buffer: flags.SocketBuffer = None,
     tls_cert: flags.TlsCert = None,
     tls_key: flags.TlsKey = None,
     allow_plain_http: flags.AllowPlainHttp = False,
@@ -98,7 +102,10 @@ def pull(
     tensor is verified before the instance is ready.
     """
     start_logging(log_level)
-    connection = Connection(service=service, token=token, tls_ca=tls_ca, allow_plain_http=allow_plain_http)
+    connection = Connection(
+        service=service, token=token, tls_ca=tls_ca, allow_plain_http=allow_plain_http, service_pin=service_pin,
+        proxy=proxy, socket_buffer=socket_buffer,
+    )  # fmt: skip
     run = _Run(control=Control(deadline_s=deadline_s), as_json=json)
     try:
         topology = chosen_topology(tp=tp, pp=pp, ep=ep)
@@ -112,6 +119,7 @@ def pull(
             instance_id=instance_id or f"target-{uuid.uuid4().hex[:12]}", ranks=ranks,
             epoch=chosen_epoch(epoch, ranks=ranks, topology=world), host=host, port=port, advertise=advertise,
             max_readers=max_readers, tls=server_context(tls_cert, tls_key), allow_plain_http=allow_plain_http,
+            pin=advertised_pin(advertise_pin, advertise=advertise, tls_cert=tls_cert), sockets=connection.sockets,
         )  # fmt: skip
         policy = unexpected_policy(unexpected)
         if save is not None:
@@ -123,11 +131,13 @@ def pull(
             target = Target(
                 client, plane.identity, ranks=plane.ranks, epoch=plane.epoch,
                 sources=server.sources if server else None, url=plane.binding(server).url,
+                certificate_sha256=plane.binding(server).certificate_sha256,
             )  # fmt: skip
             stack.callback(target.leave)
             options = PullOptions(
-                streams=streams, min_rate_bytes_per_s=min_rate, stall_window_s=stall_window_s, tls=connection.trust()
-            )
+                streams=streams, min_rate_bytes_per_s=min_rate, stall_window_s=stall_window_s, tls=connection.trust(),
+                network=connection.network(),
+            )  # fmt: skip
             request = PullRequest(
                 model=model, revision=revision, checkpoint=disk, topology=topology, build=build, unexpected=policy,
                 deadline_s=max(deadline_s, 1.0), options=options, relay=not no_relay,

@@ -12,8 +12,9 @@ from weightwire.service.cli.output import print_json, stdout
 from weightwire.service.cli.signals import wait_for_signal
 from weightwire.service.client.api import RankBinding
 from weightwire.service.client.membership import Membership
-from weightwire.transfer.address import is_loopback
+from weightwire.transfer.address import bare_host, check_zone, is_loopback
 from weightwire.transfer.errors import ConflictError, SettingsError
+from weightwire.transfer.wire.sockets import SocketOptions
 from weightwire.transfer.wire.source import Source, SourceIdentity, SourceLimits
 from weightwire.transfer.wire.source_server import SourceServer
 
@@ -27,6 +28,8 @@ class DataPlane:
     Attributes:
         ranks: Of one instance, all on one port.
         epoch: Of the instance; None is that of a process which holds all its ranks.
+        pin: Fingerprint of the certificate that is met at the advertised URL.
+        sockets: Of its connections.
         identity: Of the process, with its first rank.
     """
 
@@ -39,9 +42,12 @@ class DataPlane:
     allow_plain_http: bool
     ranks: Sequence[int] = (0,)
     epoch: int | None = None
+    pin: str | None = None
+    sockets: SocketOptions = field(default_factory=SocketOptions)
     identity: SourceIdentity = field(init=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "host", bare_host(self.host))
         object.__setattr__(self, "identity", SourceIdentity(instance_id=self.instance_id, rank=self.ranks[0]))
 
     @contextlib.contextmanager
@@ -58,11 +64,13 @@ class DataPlane:
             )
         if self.advertise is not None:
             check_address("--advertise", self.advertise)
+        check_zone(self.host, advertise=self.advertise)
         server = SourceServer(
             Source.of_ranks(self.identity, self.ranks, SourceLimits(max_readers=self.max_readers)),
             host=self.host,
             port=self.port,
             tls=self.tls,
+            sockets=self.sockets,
         )
         server.start()
         try:
@@ -79,9 +87,12 @@ class DataPlane:
         url = (self.advertise or server.url) if server else None
         generation = self.identity.generation
         return [
-            RankBinding(instance_id=self.instance_id, generation=generation, rank=rank, url=url, epoch=self.epoch)
+            RankBinding(
+                instance_id=self.instance_id, generation=generation, rank=rank, url=url, epoch=self.epoch,
+                certificate_sha256=self.pin if server else None,
+            )
             for rank in self.ranks
-        ]
+        ]  # fmt: skip
 
 
 def serve_until_signal(

@@ -14,7 +14,7 @@ import typer
 from rich.markup import escape
 
 from weightwire.service.cli import flags
-from weightwire.service.cli.flags import Connection, server_context, unexpected_policy
+from weightwire.service.cli.flags import Connection, advertised_pin, server_context, unexpected_policy
 from weightwire.service.cli.output import byte_bar, human_bytes, progress_bar, start_logging
 from weightwire.service.cli.serving import DataPlane, serve_until_signal
 from weightwire.service.cli.topology import (
@@ -70,10 +70,14 @@ def source(
     host: flags.Host = "127.0.0.1",
     port: flags.Port = 0,
     advertise: flags.Advertise = None,
+    advertise_pin: flags.AdvertisePin = None,
     max_readers: flags.MaxReaders = 64,
     staging: flags.StagingName = "auto",
     token: flags.Token = None,
     tls_ca: flags.TlsCa = None,
+    service_pin: flags.ServicePin = None,
+    proxy: flags.ProxyRule = "none",
+    socket_buffer: flags.SocketBuffer = None,
     tls_cert: flags.TlsCert = None,
     tls_key: flags.TlsKey = None,
     allow_plain_http: flags.AllowPlainHttp = False,
@@ -86,7 +90,10 @@ def source(
     or of all, by the names that engines give them, cut, fused and padded; ranks of one process share its port.
     """
     start_logging(log_level)
-    connection = Connection(service=service, token=token, tls_ca=tls_ca, allow_plain_http=allow_plain_http)
+    connection = Connection(
+        service=service, token=token, tls_ca=tls_ca, allow_plain_http=allow_plain_http, service_pin=service_pin,
+        proxy=proxy, socket_buffer=socket_buffer,
+    )  # fmt: skip
     topology = chosen_topology(tp=tp, pp=pp, ep=ep)
     world = topology or Topology()
     options = build_options(vocab_multiple=vocab_multiple, pad_heads=pad_heads, expert_map=expert_map)
@@ -104,6 +111,8 @@ def source(
         max_readers=max_readers,
         tls=server_context(tls_cert, tls_key),
         allow_plain_http=allow_plain_http,
+        pin=advertised_pin(advertise_pin, advertise=advertise, tls_cert=tls_cert),
+        sockets=connection.sockets,
     )
     policy = unexpected_policy(unexpected)
     with ExitStack() as stack:

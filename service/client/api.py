@@ -19,6 +19,7 @@ from weightwire.transfer.address import Address
 from weightwire.transfer.errors import (
     NotFoundError,
     ServiceUnreachableError,
+    ServiceUntrustedError,
     SettingsError,
     SourceRefusedError,
     TransferError,
@@ -28,8 +29,10 @@ from weightwire.transfer.manifest import Manifest, Topology
 from weightwire.transfer.problems import error_of, refusal_of
 from weightwire.transfer.session import RankProgress
 from weightwire.transfer.wire.framing import PROTOCOL, understands_waits
+from weightwire.transfer.wire.proxies import Proxies, travels_in_clear
 from weightwire.transfer.wire.source import Access
 from weightwire.transfer.wire.stream import Endpoint
+from weightwire.transfer.wire.trust import client_context, refused_certificate
 
 Json: TypeAlias = dict[str, object]
 
@@ -44,6 +47,8 @@ class RankBinding:
     Attributes:
         url: Of its data plane; None while it only takes.
         epoch: Of its instance; the generation of a single process unless several processes agreed on one.
+        certificate_sha256: Fingerprint of the certificate that is met at an https `url`: targets take no other, and
+            need no authority. None leaves it to authorities.
     """
 
     instance_id: str
@@ -51,6 +56,7 @@ class RankBinding:
     rank: int = 0
     url: str | None = None
     epoch: int | None = None
+    certificate_sha256: str | None = None
 
     @property
     def instance_epoch(self) -> int:
@@ -95,7 +101,8 @@ class Grant:
 class ServiceClient:
     """One connection pool to the service. Threads may share it.
 
-    Proxy variables of the environment are not looked at: these calls stay inside the cluster.
+    Proxy variables of the environment are not looked at unless `proxies` were made of them: these calls stay inside
+    the cluster.
     """
 
     def __init__(
@@ -105,13 +112,15 @@ class ServiceClient:
         token: str | None = None,
         allow_plain_http: bool = False,
         tls: ssl.SSLContext | None = None,
+        proxies: Proxies | None = None,
         timeout_s: float = 10.0,
     ) -> None:
         """Args:
         url: `http://host:port` of the service.
         token: Bearer token.
         allow_plain_http: Send the token unencrypted beyond loopback.
-        tls: Trust for https.
+        tls: Trust for https; see `transfer.wire.trust.client_context`.
+        proxies: Which proxy leads to the service; none by default.
         timeout_s: For a call to connect, and for each of its reads and writes.
 
         Raises:
@@ -123,16 +132,24 @@ class ServiceClient:
             raise SettingsError(
                 f"service {url}: the token would travel unencrypted, expected https or --allow-plain-http"
             )
+        proxy = proxies.leading_to(address) if proxies else None
+        # Also without a token: what comes back holds tickets.
+        if travels_in_clear(address, proxy) and not allow_plain_http:
+            raise SettingsError(
+                f"service {url}: tickets would travel unencrypted through {proxy}, expected https or --allow-plain-http"
+            )
         self.url = str(address)
         # An older service refuses fields that it does not know.
         self._spoken = ""
+        self._name = f"service {address}" + (f" through {proxy}" if proxy else "")
         headers = {"Weightwire-Protocol": PROTOCOL} | ({"Authorization": f"Bearer {token}"} if token else {})
         self._http = httpx.Client(
             base_url=self.url,
             headers=headers,
             timeout=timeout_s,
             trust_env=False,
-            verify=tls or ssl.create_default_context(),
+            verify=tls or client_context(),
+            proxy=httpx.Proxy(str(proxy.address), auth=proxy.user) if proxy else None,
         )
 
     def close(self) -> None:
@@ -191,9 +208,7 @@ class ServiceClient:
             "revision": revision or None,
             "epoch": first.instance_epoch,
             "topology": _sizes(topology),
-            "ranks": [
-                {"rank": binding.rank, "generation": binding.generation, "url": binding.url} for binding in bindings
-            ],
+            "ranks": [_claim(binding) for binding in bindings],
             "lease_s": lease_s,
         }
         answer = self._call("PUT", f"/v1/instances/{_segment(first.instance_id)}", body)
@@ -428,8 +443,10 @@ class ServiceClient:
         try:
             yield
         except httpx.TransportError as error:
+            if reason := refused_certificate(error):
+                raise ServiceUntrustedError(f"{self._name}: {reason}", url=self.url) from error
             raise ServiceUnreachableError(
-                f"service {self.url}: {str(error) or type(error).__name__}", url=self.url
+                f"{self._name}: {str(error) or type(error).__name__}", url=self.url
             ) from error
         except ValueError as error:
             raise TransferError(f"service {self.url}: answered with something else than JSON: {error}") from error
@@ -441,6 +458,14 @@ def _first_of_one_instance(bindings: Sequence[RankBinding]) -> RankBinding:
     if len(named) != 1:
         raise ValueError(f"bindings: speak of the instances and epochs {named}, expected exactly one")
     return bindings[0]
+
+
+def _claim(binding: RankBinding) -> Json:
+    claim: Json = {"rank": binding.rank, "generation": binding.generation, "url": binding.url}
+    # Left out where there is none: a service of protocol 1.0 refuses a field that it does not know.
+    if binding.certificate_sha256 is not None:
+        claim["certificate_sha256"] = binding.certificate_sha256
+    return claim
 
 
 def _sizes(topology: Topology) -> Json:
@@ -472,6 +497,7 @@ def _endpoint(source: Json, target: RankBinding) -> Endpoint:
         target_rank=target.rank,
         relay=bool(source.get("relay", False)),
         standby=int(cast(int, source.get("standby", 0))),
+        certificate_sha256=cast("str | None", source.get("certificate_sha256")),
     )
 
 

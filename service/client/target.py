@@ -55,16 +55,23 @@ class Target:
         epoch: int | None = None,
         sources: Mapping[int, Source] | None = None,
         url: str | None = None,
+        certificate_sha256: str | None = None,
     ) -> None:
         """Args:
         identity: Of this process.
         ranks: Those of this process; by default that of the identity.
         epoch: Common to all processes of the instance; by default the generation, as for an instance of one process.
         sources: What its own data plane serves, by rank, if it has one; `url` says where.
+        certificate_sha256: Fingerprint of the certificate that is met at an https `url`.
         """
         self.bindings = tuple(
             RankBinding(
-                instance_id=identity.instance_id, generation=identity.generation, rank=rank, url=url, epoch=epoch
+                instance_id=identity.instance_id,
+                generation=identity.generation,
+                rank=rank,
+                url=url,
+                epoch=epoch,
+                certificate_sha256=certificate_sha256,
             )
             for rank in sorted(ranks or (identity.rank,))
         )

@@ -1,16 +1,19 @@
 """Everything over https: whoever is trusted is talked to, and nobody else.
 
 The files in tls/ are for tests alone, made once with `openssl ca`: an authority, a server's certificate for 127.0.0.1
-and localhost that it signed, good until 2124, and an authority that signed nothing.
+and localhost that it signed, good until 2124, and an authority that signed nothing. Two more signed themselves: one of
+another name, and one for 127.0.0.1 that expired in 2020.
 """
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import ssl
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import cast
+from typing import Self, cast
 from urllib.parse import urlsplit
 
 import httpx
@@ -21,11 +24,24 @@ from tests.faults.conftest import Model
 from tests.faults.processes import Json, Lab
 from weightwire.service.client import ServiceClient
 from weightwire.transfer.errors import SettingsError
+from weightwire.transfer.wire.trust import read_fingerprint
 
 TLS = Path(__file__).with_name("tls")
 SERVER = ("--tls-cert", TLS / "server.pem", "--tls-key", TLS / "server.key")
 TRUST = ("--tls-ca", TLS / "ca.pem")
 MISTRUST = ("--tls-ca", TLS / "other-ca.pem")
+# Of no name that anybody here is called by, and signed by nobody.
+ELSEWHERE = ("--tls-cert", TLS / "elsewhere.pem", "--tls-key", TLS / "elsewhere.key")
+EXPIRED = ("--tls-cert", TLS / "expired.pem", "--tls-key", TLS / "expired.key")
+
+
+def fingerprint(name: str) -> str:
+    return read_fingerprint(TLS / name)
+
+
+def colons(digits: str) -> str:
+    """As openssl writes it."""
+    return ":".join(digits[at : at + 2] for at in range(0, 64, 2)).upper()
 
 
 @pytest.fixture
@@ -55,7 +71,7 @@ def test_pull_does_not_trust_a_service_of_another_authority(
 ) -> None:
     outcome = secured.pull(*flags, "--token", "a-secret").finish()
     outcome.check(1)
-    assert outcome.error["code"] == "service_unreachable"
+    assert outcome.error["code"] == "service_untrusted"
     assert "certificate" in str(outcome.error["detail"])
     # With a disk it needs nobody.
     answer = secured.pull(*flags, "--checkpoint", small.folder).finish().check(0)
@@ -68,9 +84,138 @@ def test_pull_does_not_trust_a_source_of_another_authority(served: Lab, small: M
     answer = served.pull(*MISTRUST, "--checkpoint", small.folder, "--save", tmp_path / "out").finish().check(0)
     assert (answer["bytes_peer"], answer["bytes_disk"]) == (0, small.nbytes)
     (failure,) = cast("list[dict[str, str]]", answer["failures"])
-    assert (failure["instance_id"], failure["code"]) == ("stranger", "source_unreachable")
+    assert (failure["instance_id"], failure["code"]) == ("stranger", "source_untrusted")
     assert "certificate" in failure["detail"].lower()
     check_saved(tmp_path / "out", small.tensors)
+
+
+@pytest.mark.parametrize(
+    "certificate", [pytest.param(ELSEWHERE, id="of another name"), pytest.param(EXPIRED, id="expired")]
+)
+def test_certificate_that_is_pinned_needs_no_authority_name_or_date(
+    lab: Lab, small: Model, tmp_path: Path, certificate: tuple[object, ...]
+) -> None:
+    """The whole way without a file of authorities: the service by its pin, the sources by the service's word."""
+    lab.serve(*certificate)
+    pin = ("--service-pin", colons(read_fingerprint(Path(str(certificate[1])))))
+    lab.ready_source(small.folder, *certificate, *pin, "--instance-id", "first")
+    relay = lab.pull(*pin, *certificate, "--serve", "--instance-id", "relay")
+    assert cast(Json, relay.line()["pull"])["bytes_peer"] == small.nbytes
+    answer = lab.pull(*pin, "--save", tmp_path / "out").finish().check(0)
+    assert (answer["bytes_peer"], answer["failures"]) == (small.nbytes, [])
+    check_saved(tmp_path / "out", small.tensors)
+    assert lab.run("status", "--service", lab.service, *pin, "--json").code == 0
+
+
+def test_wrong_pin_ends_before_the_token_is_sent(secured: Lab, small: Model) -> None:
+    pin = ("--service-pin", fingerprint("elsewhere.pem"))
+    outcome = secured.pull(*pin, "--token", "a-secret").finish()
+    outcome.check(1)
+    assert outcome.error["code"] == "service_untrusted"
+    for said in (fingerprint("server.pem"), fingerprint("elsewhere.pem")):
+        assert said in str(outcome.error["detail"])
+    assert "a-secret" not in outcome.log + "".join(outcome.lines)
+
+
+def test_pin_does_not_replace_an_authority_that_is_named(secured: Lab) -> None:
+    pin = ("--service-pin", fingerprint("server.pem"))
+    assert secured.run("status", "--service", secured.service, *pin, *TRUST, "--json").code == 0
+    outcome = secured.run("status", "--service", secured.service, *pin, *MISTRUST, "--json")
+    assert outcome.error["code"] == "service_untrusted"
+
+
+class Ears:
+    """A server on https that answers nothing, and remembers what it was sent."""
+
+    def __init__(self, certificate: str) -> None:
+        self.heard = b""
+        self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self._context.load_cert_chain(TLS / f"{certificate}.pem", TLS / f"{certificate}.key")
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"https://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._listen)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                connection = self._listener.accept()[0]
+            except OSError:
+                return
+            with (
+                connection,
+                contextlib.suppress(OSError),
+                self._context.wrap_socket(connection, server_side=True) as tls,
+            ):
+                self.heard += tls.recv(1 << 16)
+
+
+def test_source_with_another_certificate_than_registered_gets_no_ticket(
+    served: Lab, small: Model, tmp_path: Path
+) -> None:
+    """Somebody took the source's address over: the certificate is good by itself, but not the one vouched for."""
+    with Ears("server") as ears:
+        advertised = ("--advertise", ears.url, "--advertise-pin", fingerprint("elsewhere.pem"))
+        served.ready_source(small.folder, *ELSEWHERE, *advertised)
+        answer = served.pull(*TRUST, "--checkpoint", small.folder, "--save", tmp_path / "out").finish().check(0)
+    (failure,) = cast("list[dict[str, str]]", answer["failures"])
+    assert failure["code"] == "source_untrusted"
+    assert fingerprint("server.pem") in failure["detail"]
+    assert ears.heard == b""
+    assert answer["bytes_disk"] == small.nbytes
+    check_saved(tmp_path / "out", small.tensors)
+
+
+@pytest.mark.parametrize(
+    ("certificate", "authority", "said"),
+    [
+        pytest.param(EXPIRED, "expired.pem", "expired", id="expired"),
+        pytest.param(ELSEWHERE, "elsewhere.pem", "not valid for '127.0.0.1'", id="of another name"),
+        pytest.param(ELSEWHERE, "ca.pem", "self-signed certificate", id="signed by itself"),
+    ],
+)
+def test_certificate_that_is_no_good_is_refused_with_its_reason(
+    lab: Lab, served: Lab, small: Model, certificate: tuple[object, ...], authority: str, said: str
+) -> None:
+    served.ready_source(small.folder, *certificate, "--advertise-pin", "none")
+    trust = ("--tls-ca", TLS / authority)
+    answer = served.pull(*trust, "--checkpoint", small.folder).finish().check(0)
+    (failure,) = cast("list[dict[str, str]]", answer["failures"])
+    assert failure["code"] == "source_untrusted"
+    assert said in failure["detail"]
+    lab.serve(*certificate)
+    error = lab.run("status", "--service", lab.service, *trust, "--json").error
+    assert error["code"] == "service_untrusted"
+    assert said in str(error["detail"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        pytest.param(("--service-pin", "abc"), "64 hex digits", id="that is no fingerprint"),
+        pytest.param(("--service-pin", "0" * 64), "expected https", id="of a service in the clear"),
+    ],
+)
+def test_service_pin_is_refused(served: Lab, flags: tuple[object, ...], said: str) -> None:
+    outcome = served.pull(*flags).finish()
+    outcome.check(2)
+    assert outcome.error["code"] == "settings_invalid"
+    assert said in str(outcome.error["detail"])
+
+
+def test_service_takes_no_fingerprint_of_a_source_in_the_clear(served: Lab, small: Model) -> None:
+    outcome = served.source(small.folder, "--advertise-pin", "0" * 64).finish()
+    outcome.check(1)
+    assert outcome.error["code"] == "request_invalid"
+    assert "certificate_sha256" in str(outcome.error["detail"])
 
 
 def test_source_speaks_no_http_where_it_speaks_https(served: Lab, small: Model) -> None:

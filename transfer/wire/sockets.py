@@ -49,6 +49,12 @@ def set_buffers(sock: socket.socket, options: SocketOptions) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, options.buffer_bytes)
 
 
+def serve_both_families(sock: socket.socket) -> None:
+    """Let a socket that is bound to `::` take IPv4, too, whatever the machine's default is."""
+    if sock.family == socket.AF_INET6:
+        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+
+
 def tune(sock: socket.socket, options: SocketOptions | None = None) -> None:
     """Send small packets at once, notice peers that are gone, and be on loopback as fast as the two processes can."""
     options = options or SocketOptions()

@@ -42,7 +42,7 @@ from weightwire.transfer.wire import framing
 from weightwire.transfer.wire.framing import Frame, ReadRequest
 from weightwire.transfer.wire.http_range import ByteRange, UnsatisfiableRangeError, parse_range
 from weightwire.transfer.wire.served_ranks import ServedRanks
-from weightwire.transfer.wire.sockets import timeval, tune
+from weightwire.transfer.wire.sockets import SocketOptions, timeval, tune
 from weightwire.transfer.wire.source import Publication, Source
 
 logger = logging.getLogger(__name__)
@@ -63,6 +63,10 @@ _RANK_QUERY = re.compile(r"rank=([0-9]{1,9})", re.ASCII)
 
 class _HasRanks(Protocol):
     ranks: ServedRanks
+
+
+class _Listening(Protocol):
+    sockets: SocketOptions
 
 
 class _QueryError(Exception):
@@ -109,7 +113,7 @@ class SourceRoutes(BaseHTTPRequestHandler):
         limits = self.ranks.limits
         self.connection.settimeout(limits.idle_timeout_s)
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(limits.write_timeout_s))
-        tune(self.connection)
+        tune(self.connection, cast("_Listening", self.server).sockets)
 
     def do_GET(self) -> None:
         self._answer(self._get)

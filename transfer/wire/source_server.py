@@ -15,6 +15,7 @@ from socketserver import TCPServer
 from weightwire.transfer.address import Address
 from weightwire.transfer.errors import SettingsError
 from weightwire.transfer.wire.served_ranks import ServedRanks
+from weightwire.transfer.wire.sockets import SocketOptions, serve_both_families, set_buffers
 from weightwire.transfer.wire.source import Source
 from weightwire.transfer.wire.source_routes import SourceRoutes
 
@@ -37,18 +38,20 @@ class SourceServer:
         host: str = "127.0.0.1",
         port: int = 0,
         tls: ssl.SSLContext | None = None,
+        sockets: SocketOptions | None = None,
     ) -> None:
         """Bind the port, and keep it; nobody is answered before `start`.
 
         Args:
             source: One, or several by rank, as `Source.of_ranks` makes them.
+            sockets: Of the connections that are accepted.
 
         Raises:
             SettingsError: If the address cannot be bound.
             ValueError: If several are not ranks of one process.
         """
         self.ranks = ServedRanks(source)
-        self._listener = _bind(host, port, self.ranks)
+        self._listener = _bind((host, port), self.ranks, sockets or SocketOptions())
         if tls is not None:
             # The handshake waits for the connection's own thread: a silent client must not stop the others.
             self._listener.socket = tls.wrap_socket(
@@ -100,16 +103,19 @@ class _Listener(ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = 256
 
-    def __init__(self, host: str, port: int, ranks: ServedRanks) -> None:
-        self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    def __init__(self, place: tuple[str, int], ranks: ServedRanks, sockets: SocketOptions) -> None:
+        self.address_family = socket.getaddrinfo(*place, type=socket.SOCK_STREAM)[0][0]
         self.ranks = ranks
+        self.sockets = sockets
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
-        super().__init__((host, port), SourceRoutes)
+        super().__init__(place, SourceRoutes)
 
     def server_bind(self) -> None:
         # HTTPServer asks DNS for its own name here, which may take seconds and is never used. Its base does not, and
         # lets a restarted source have its port again while connections of the former one linger.
+        serve_both_families(self.socket)
+        set_buffers(self.socket, self.sockets)
         TCPServer.server_bind(self)
         self.server_port = self.socket.getsockname()[1]
 
@@ -139,9 +145,10 @@ class _Listener(ThreadingHTTPServer):
                 socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
-def _bind(host: str, port: int, ranks: ServedRanks) -> _Listener:
+def _bind(place: tuple[str, int], ranks: ServedRanks, sockets: SocketOptions) -> _Listener:
+    host, port = place
     try:
-        return _Listener(host, port, ranks)
+        return _Listener(place, ranks, sockets)
     except (OSError, OverflowError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise SettingsError(
