@@ -157,7 +157,7 @@ def proxies_of(rule: str) -> Proxies:
     try:
         return Proxies.parse(rule, os.environ)
     except SettingsError as error:
-        raise SettingsError(f"--proxy {'env' if rule == 'env' else ''}: {error}") from error
+        raise SettingsError(f"--proxy{' env' if rule == 'env' else ''}: {error}") from error
 
 
 def check_settings(settings: Settings) -> None:
