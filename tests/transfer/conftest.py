@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -147,6 +148,7 @@ class Serve:
         limits: SourceLimits | None = None,
         instance_id: str = "s",
         access: Access | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> Served:
         if isinstance(tensors, Shells):
             shells = tensors
@@ -156,7 +158,7 @@ class Serve:
         source = Source(SourceIdentity(instance_id=instance_id, generation=GENERATION), limits)
         source.grant_access(access or Access(ticket_key=KEY))
         source.publish(shells, weight_version=VERSION)
-        server = self._stack.enter_context(SourceServer(source))
+        server = self._stack.enter_context(SourceServer(source, tls=tls))
         return Served(server=server, manifest=manifest)
 
 
