@@ -99,6 +99,7 @@ KNOWN_VARIABLES = frozenset(
         "CHECKPOINT",
         "DEADLINE_S",
         "EPOCH",
+        "FIRST_BYTE_S",
         "INSTANCE_ID",
         "MAX_READERS",
         "MODEL",

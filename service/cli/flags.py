@@ -70,6 +70,14 @@ SocketBuffer = Annotated[
         min=4096, max=1 << 30, show_default=False, rich_help_panel=_CONNECTION,
     ),
 ]  # fmt: skip
+FirstByteS = Annotated[
+    float,
+    typer.Option(
+        envvar="WEIGHTWIRE_FIRST_BYTE_S",
+        help="Seconds that an answer may take to begin, where a proxy takes answers whole before it passes them on.",
+        min=0.0, max=3600.0, rich_help_panel=_CONNECTION,
+    ),
+]  # fmt: skip
 AllowPlainHttp = Annotated[
     bool,
     typer.Option(

@@ -39,6 +39,7 @@ from weightwire.transfer.plan import Plan
 from weightwire.transfer.saving import check_destination, save_rank
 from weightwire.transfer.session import RankProgress
 from weightwire.transfer.wire.puller import PullOptions
+from weightwire.transfer.wire.stream import Timeouts
 
 
 def pull(
@@ -89,6 +90,7 @@ def pull(
     service_pin: flags.ServicePin = None,
     proxy: flags.ProxyRule = "none",
     socket_buffer: flags.SocketBuffer = None,
+    first_byte_s: flags.FirstByteS = 0.0,
     tls_cert: flags.TlsCert = None,
     tls_key: flags.TlsKey = None,
     allow_plain_http: flags.AllowPlainHttp = False,
@@ -136,7 +138,7 @@ def pull(
             stack.callback(target.leave)
             options = PullOptions(
                 streams=streams, min_rate_bytes_per_s=min_rate, stall_window_s=stall_window_s, tls=connection.trust(),
-                network=connection.network(),
+                network=connection.network(), timeouts=Timeouts(first_byte_s=first_byte_s),
             )  # fmt: skip
             request = PullRequest(
                 model=model, revision=revision, checkpoint=disk, topology=topology, build=build, unexpected=policy,

@@ -188,6 +188,7 @@ class Puller:
                 window_s=options.stall_window_s,
                 alone_s=max(options.timeouts.stall_s, options.stall_window_s),
                 waiting_s=max(options.busy_patience_s, options.stall_window_s),
+                first_byte_s=options.timeouts.first_byte_s,
             ),
             has_spare=self._has_spare,
             may_end_early=len(ledgers) > 1 and self._early_ends < _MAX_EARLY_ENDS,

@@ -30,12 +30,14 @@ class Patience:
         window_s: For how long, where others can deliver.
         alone_s: For how long, where nobody else can.
         waiting_s: For how long it may say that it waits.
+        first_byte_s: For how long an answer may not have begun, before any of this counts.
     """
 
     min_rate: float
     window_s: float
     alone_s: float
     waiting_s: float
+    first_byte_s: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -125,9 +127,10 @@ class _Look:
         self._round = round_
         patience = round_.patience
         self.every_s = min(patience.window_s / _LOOKS, _LONGEST_LOOK_S)
-        self._processes = Watchdog(min_rate=patience.min_rate, window_s=patience.window_s)
+        window_s, first_byte_s = patience.window_s, patience.first_byte_s
+        self._processes = Watchdog(min_rate=patience.min_rate, window_s=window_s, first_byte_s=first_byte_s)
         # A single stream of a process that delivers is stuck when not one byte comes.
-        self._streams = Watchdog(min_rate=1 / patience.window_s, window_s=patience.window_s)
+        self._streams = Watchdog(min_rate=1 / window_s, window_s=window_s, first_byte_s=first_byte_s)
         self._at = time.monotonic()
         self._received = {id(lane): _received(lane) for lane in round_.lanes}
 

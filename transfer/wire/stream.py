@@ -84,10 +84,18 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """Seconds. `stall_s`: without a single byte; `connect_s`: for a connection to stand."""
+    """Seconds.
+
+    Attributes:
+        connect_s: For a connection to stand.
+        stall_s: Without a single byte.
+        first_byte_s: For an answer to begin, if that may take longer: something on the way takes answers whole before
+            it passes them on.
+    """
 
     connect_s: float = 5.0
     stall_s: float = 10.0
+    first_byte_s: float = 0.0
 
 
 class Damage(NamedTuple):
@@ -218,6 +226,7 @@ class SourceStream:
                         raise
         finally:
             self.meter.asking = False
+            self.meter.asked_with = -1
 
     def _fetch(self, segments: Sequence[Segment], shells: Shells) -> Generator[framing.Frame | Damage, None, None]:
         """Read what one request may ask for."""
@@ -352,10 +361,15 @@ class SourceStream:
         return self._answer(request, headers)
 
     def _answer(self, request: bytes, headers: dict[str, str]) -> http.client.HTTPResponse:
+        sock, timeouts = cast(socket.socket, self._sock), self._timeouts
+        sock.settimeout(max(timeouts.stall_s, timeouts.first_byte_s))
+        self.meter.asked_with = self.meter.received
         # Who refuses a large body may close while it is still being sent; the refusal tells why.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._connection.request("POST", "/v1/read", body=request, headers=headers)
-        return self._connection.getresponse()
+        response = self._connection.getresponse()
+        sock.settimeout(timeouts.stall_s)
+        return response
 
     def _refusal(self, response: http.client.HTTPResponse) -> TransferError:
         error = refusal_of(

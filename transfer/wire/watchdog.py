@@ -20,23 +20,30 @@ class Meter:
         asking: Whether a request is on its way, its connection among it.
         received: Bytes of answers' bodies, counted as the kernel hands them over.
         waits: How often the source said, in the middle of an answer, that it has to wait.
+        asked_with: `received` when the last request was sent; -1 before one was.
     """
 
-    __slots__ = ("asking", "received", "waits")
+    __slots__ = ("asked_with", "asking", "received", "waits")
 
     def __init__(self) -> None:
         self.asking = False
         self.received = 0
         self.waits = 0
+        self.asked_with = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """The counters of everything that one process sends, at one moment."""
+    """The counters of everything that one process sends, at one moment.
+
+    Attributes:
+        unanswered: Whether of all answers that are waited for not one has begun.
+    """
 
     asking: bool
     received: int
     waits: int
+    unanswered: bool = False
 
     @classmethod
     def of(cls, *meters: Meter) -> Reading:
@@ -44,6 +51,7 @@ class Reading:
             asking=any(meter.asking for meter in meters),
             received=sum(meter.received for meter in meters),
             waits=sum(meter.waits for meter in meters),
+            unanswered=all(meter.asked_with == meter.received for meter in meters if meter.asking),
         )
 
 
@@ -71,12 +79,14 @@ class Watchdog:
     once say that it has to wait.
     """
 
-    def __init__(self, *, min_rate: float, window_s: float) -> None:
+    def __init__(self, *, min_rate: float, window_s: float, first_byte_s: float = 0.0) -> None:
         """Args:
         min_rate: Bytes per second.
+        first_byte_s: For how long an answer may not even have begun, before its window begins.
         """
         self._min_rate = min_rate
         self._window_s = window_s
+        self._first_byte_s = first_byte_s
         self._records: dict[Hashable, _Record] = {}
         self._looked_at: float | None = None
 
@@ -115,6 +125,9 @@ class Watchdog:
             record.starved_at = now
         if reading.waits > record.waits:
             record.waits, record.slow_since = reading.waits, None
+            record.seen.clear()
+        if reading.unanswered and now - record.starved_at < self._first_byte_s:
+            record.slow_since = None
             record.seen.clear()
         record.seen.append((now, payload))
         while len(record.seen) > 1 and record.seen[1][0] <= now - self._window_s:
