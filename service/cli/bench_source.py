@@ -1,4 +1,7 @@
-"""The source process of `weightwire bench`: makes synthetic weights and serves them until its stdin ends."""
+"""The source process of `weightwire bench`: makes synthetic weights and serves them until its stdin ends.
+
+Arguments: bytes, tensors, and faults of a link before it, if there is to be one.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
+from weightwire.service.cli.bench_link import FaultyLink, LinkFaults
 from weightwire.service.cli.output import print_json
 from weightwire.transfer.layouts import ModelIdentity, plain_layout
 from weightwire.transfer.manifest import CheckpointSpec, Manifest
@@ -42,7 +46,7 @@ def synthetic_tensors(layout: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
 
 def main() -> None:
     gc.freeze()
-    nbytes, tensors = map(int, sys.argv[1:])
+    nbytes, tensors = map(int, sys.argv[1:3])
     key = bytes.fromhex(sys.stdin.readline().strip())
     shells = Shells.allocate(synthetic_layout(nbytes, tensors))
     for name, content in synthetic_tensors(shells.manifest):
@@ -52,9 +56,14 @@ def main() -> None:
     source.grant_access(Access(ticket_key=key))
     source.publish(shells, weight_version=1)
     with SourceServer(source) as server:
-        print_json({"url": server.url, "generation": source.identity.generation, "manifest": manifest.digest})
-        sys.stdout.write(manifest.text.decode() + "\n")
-        sys.stdout.flush()
+        url = server.url
+        for faults in map(LinkFaults.from_text, sys.argv[3:]):
+            link = FaultyLink(faults, upstream_port=server.address.port)
+            link.start()
+            url = link.url
+        generation = source.identity.generation
+        text = manifest.text.decode()
+        print_json({"url": url, "generation": generation, "manifest": manifest.digest, "text": text})
         sys.stdin.read()
 
 
