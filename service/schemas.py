@@ -674,7 +674,7 @@ def _rank_answer(rank: int, transfer: Transfer, seconds: float) -> RankAnswer:
     )
     return RankAnswer(
         rank=rank,
-        state=progress.state,
+        state=transfer.session.state_of(rank),
         bytes_total=progress.bytes_total,
         bytes_peer=progress.bytes_peer,
         bytes_disk=progress.bytes_disk,

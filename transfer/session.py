@@ -103,6 +103,11 @@ class Session:
                 return final
         return min(states, key=_ORDER.index)
 
+    def state_of(self, rank: int) -> TransferState:
+        """The state of one rank. Once the session has ended, a rank that was still on its way shares its end."""
+        state = self.ranks[rank].state
+        return self.state if self.state.is_final and not state.is_final else state
+
     def rank_reported(self, rank: int, event: RankProgress) -> Session:
         """Record a rank's report; once the session has ended, reports change nothing.
 

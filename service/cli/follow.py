@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, cast
+import time
+from collections.abc import Sequence
+from typing import Annotated
 
 import typer
+from rich.text import Text
 
 from weightwire.service.cli import flags
 from weightwire.service.cli.flags import Connection
-from weightwire.service.cli.output import fail, human_bytes, print_json, start_logging, stdout
-from weightwire.service.cli.render import rows_table
-from weightwire.service.client.api import Json
-from weightwire.transfer.errors import TransferError
+from weightwire.service.cli.fleet import Fleet, Rates, transfer_view
+from weightwire.service.cli.fleet_view import Page, fleet_lines, transfer_details, transfer_lines
+from weightwire.service.cli.output import fail, print_json, start_logging, stdout
+from weightwire.service.cli.watch import Watch
+from weightwire.service.client.api import ServiceClient
+from weightwire.transfer.errors import SettingsError, TransferError
 
 
 def status(
@@ -20,6 +25,10 @@ def status(
     ] = None,
     *,
     follow: Annotated[bool, typer.Option("--follow", help="Show a transfer's progress until it ends.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show everything, again and again, until q or Ctrl-C.")
+    ] = False,
+    interval_s: Annotated[float, typer.Option(help="Seconds between two looks of --watch.", min=0.1)] = 1.0,
     service: flags.Service = flags.DEFAULT_SERVICE,
     token: flags.Token = None,
     tls_ca: flags.TlsCa = None,
@@ -29,30 +38,27 @@ def status(
     json: flags.Json = False,
     log_level: flags.LogLevel = "warning",
 ) -> int:
-    """Show who holds which weights, and how far transfers are."""
+    """Show who holds which weights, how far transfers are, and who feeds whom.
+
+    With --watch and --json: one JSON object for each look, a line each.
+    """
     start_logging(log_level)
+    if watch and (transfer_id is not None or follow):
+        raise SettingsError("--watch: shows all transfers, expected neither a transfer nor --follow")
     connection = Connection(
         service=service, token=token, tls_ca=tls_ca, allow_plain_http=allow_plain_http, service_pin=service_pin,
         proxy=proxy,
     )  # fmt: skip
     try:
         with connection.client() as client:
-            if transfer_id is None:
-                answer: Json = {"instances": client.instances(), "transfers": client.transfers()}
+            if watch:
+                _watch(client, interval_s, as_json=json)
+            elif transfer_id is None:
+                _show_all(client, as_json=json)
             else:
-                answer = client.transfer(transfer_id)
-                for answer in client.events(transfer_id) if follow else ():
-                    if not json:
-                        _print_transfers([answer])
+                _show_one(client, transfer_id, follow=follow, as_json=json)
     except TransferError as error:
         return fail(error, as_json=json)
-    if json:
-        print_json({**answer, "error": answer.get("error")})
-    elif transfer_id is None:
-        _print_instances(cast("list[Json]", answer["instances"]))
-        _print_transfers(cast("list[Json]", answer["transfers"]))
-    elif not follow:
-        _print_transfers([answer])
     return 0
 
 
@@ -87,27 +93,36 @@ def cancel(
     return 0
 
 
-def _print_instances(instances: list[Json]) -> None:
-    rows = [
-        [str(item["instance_id"]), str(item["model"]), str(item["revision"] or "")[:12], str(item["state"])]
-        for item in instances
-    ]
-    stdout.print(rows_table("instances", ["instance", "model", "revision", "state"], rows))
+def _watch(client: ServiceClient, interval_s: float, *, as_json: bool) -> None:
+    look = Watch(client, interval_s=interval_s)
+    if as_json:
+        look.print_lines()
+    else:
+        look.draw(stdout)
 
 
-def _print_transfers(transfers: list[Json]) -> None:
-    rows = [
-        [
-            str(item["transfer_id"]),
-            str(item["target_instance_id"]),
-            str(item["state"]),
-            human_bytes(cast(float, item["bytes_peer"])),
-            human_bytes(cast(float, item["bytes_disk"])),
-            human_bytes(cast(float, item["bytes_total"])),
-            f"{human_bytes(rate)}/s" if (rate := cast("float | None", item["rate_bytes_per_s"])) else "",
-            f"{eta:.0f} s" if (eta := cast("float | None", item["eta_s"])) else "",
-        ]
-        for item in transfers
-    ]
-    headings = ["transfer", "target", "state", "from peers", "from disk", "of", "rate", "ETA"]
-    stdout.print(rows_table("transfers", headings, rows))
+def _show_all(client: ServiceClient, *, as_json: bool) -> None:
+    instances, transfers = client.instances(), client.transfers()
+    if as_json:
+        print_json({"instances": instances, "transfers": transfers, "error": None})
+        return
+    fleet = Fleet.of(instances, transfers, at=time.time())
+    _print_lines(fleet_lines(fleet, Rates(), Page(width=stdout.width)))
+
+
+def _show_one(client: ServiceClient, transfer_id: str, *, follow: bool, as_json: bool) -> None:
+    answer = client.transfer(transfer_id)
+    page = Page(width=stdout.width)
+    for number, answer in enumerate(client.events(transfer_id) if follow else ()):
+        if not as_json:
+            _print_lines(transfer_lines([transfer_view(answer)], Rates(), page)[min(number, 1) :])
+    if as_json:
+        print_json({**answer, "error": answer.get("error")})
+    elif not follow:
+        _print_lines(transfer_details(transfer_view(answer), Rates(), page))
+
+
+def _print_lines(lines: Sequence[Text]) -> None:
+    # Ids that are copied stay in one piece, whatever the width.
+    for line in lines:
+        stdout.print(line, soft_wrap=True)

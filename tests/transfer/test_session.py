@@ -74,6 +74,15 @@ def test_session_fails_with_its_first_rank_that_fails_and_says_why() -> None:
     assert session.rank_reported(0, report(TransferState.CANCELLED)) is session
 
 
+def test_rank_that_was_on_its_way_shares_the_end_of_its_session() -> None:
+    session = Session.of(2).rank_reported(0, report(TransferState.READY))
+    session = session.rank_reported(1, report(TransferState.RECEIVING))
+    assert [session.state_of(rank) for rank in range(2)] == [TransferState.READY, TransferState.RECEIVING]
+    ended = session.cancelled("stopped")
+    assert [ended.state_of(rank) for rank in range(2)] == [TransferState.READY, TransferState.CANCELLED]
+    assert ended.ranks[1].state is TransferState.RECEIVING
+
+
 def test_session_refuses_a_rank_that_it_does_not_have() -> None:
     with pytest.raises(ConflictError, match=r"rank 2: the transfer has ranks \[0, 1\]"):
         Session.of(2).rank_reported(2, report(TransferState.RECEIVING))
