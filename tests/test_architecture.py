@@ -464,8 +464,8 @@ def test_tests_mirror_the_packages() -> None:
     """A folder of tests stands for a package; a name of its own says that it moved."""
     folders = {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")}
     names = (
-        *("docker", "examples", "benchmarks", "contracts", "docs", "faults", "gpu", "mutants", "real", "topologies"),
-        "vllm",
+        *("docker", "examples", "benchmarks", "contracts", "docs", "faults", "gpu", "mutants", "real", "soak"),
+        *("topologies", "vllm"),
     )
     others = {Path(name) for name in (".", *names)}
     strangers = sorted(str(folder) for folder in folders - others if not (ROOT / folder / "__init__.py").is_file())

@@ -63,11 +63,6 @@ def _described(worker: Worker, key: bytes) -> BenchSource:
     manifest = Manifest.from_text(str(said["text"]).encode(), digest=str(said["manifest"]))
     generation = said["generation"]
     assert isinstance(generation, int)
-    endpoint = _endpoint(worker.name, str(said["url"]), generation, manifest, key)
-    return BenchSource(endpoint=endpoint, manifest=manifest, worker=worker)
-
-
-def _endpoint(name: str, url: str, generation: int, manifest: Manifest, key: bytes) -> Endpoint:
     ticket = Ticket(
         transfer_id="bench",
         source_instance="bench",
@@ -78,13 +73,14 @@ def _endpoint(name: str, url: str, generation: int, manifest: Manifest, key: byt
         weight_version=1,
         expires_at=time.time() + 3600,
     )
-    return Endpoint(
-        instance_id=name,
+    endpoint = Endpoint(
+        instance_id=worker.name,
         rank=0,
         generation=generation,
         weight_version=1,
-        url=url,
+        url=str(said["url"]),
         manifest=manifest.digest,
         ticket=issue_ticket(key, ticket),
         target_instance=TARGET,
     )
+    return BenchSource(endpoint=endpoint, manifest=manifest, worker=worker)

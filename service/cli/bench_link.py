@@ -8,6 +8,8 @@ import socket
 import threading
 import time
 from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Self
 
 _PIECE_BYTES = 256 << 10
 
@@ -35,7 +37,7 @@ class LinkFaults:
 
 
 class FaultyLink:
-    """Listens on loopback, and carries each connection to `upstream_port`; ends with its process.
+    """Listens on loopback, and carries each connection to `upstream_port`. A context manager.
 
     Attributes:
         url: Where to connect in place of the source.
@@ -50,17 +52,30 @@ class FaultyLink:
         self._carried = 0
         self._free_at = time.monotonic()
 
-    def start(self) -> None:
-        threading.Thread(target=self._accept, name="weightwire-bench-link", daemon=True).start()
+        self._thread = threading.Thread(target=self._accept, name="weightwire-bench-link", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Accept nobody any more; connections end with either of their ends."""
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
 
     def _accept(self) -> None:
-        while True:
-            reader, _ = self._listener.accept()
-            source = socket.create_connection(("127.0.0.1", self._upstream_port))
-            for end in (reader, source):
-                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            for carry, origin, destination in ((self._ask, reader, source), (self._answer, source, reader)):
-                threading.Thread(target=carry, args=(origin, destination), daemon=True).start()
+        # The listener is shut down at the end; a source that is gone is the reader's affair.
+        with contextlib.suppress(OSError):
+            while True:
+                reader, _ = self._listener.accept()
+                source = socket.create_connection(("127.0.0.1", self._upstream_port))
+                for end in (reader, source):
+                    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                for carry, origin, destination in ((self._ask, reader, source), (self._answer, source, reader)):
+                    threading.Thread(target=carry, args=(origin, destination), daemon=True).start()
 
     def _ask(self, reader: socket.socket, source: socket.socket) -> None:
         """Carry requests, as they are."""
@@ -72,17 +87,24 @@ class FaultyLink:
 
     def _answer(self, source: socket.socket, reader: socket.socket) -> None:
         """Carry answers, with the faults; at the end both sides are closed."""
+        with source, reader:
+            with contextlib.suppress(OSError):
+                self._carry_answers(source, reader)
+            for end in (source, reader):
+                # Closing alone would not end a connection that another thread waits at.
+                with contextlib.suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+
+    def _carry_answers(self, source: socket.socket, reader: socket.socket) -> None:
+        """Until the source ends, or the link is cut."""
         buffer = memoryview(bytearray(_PIECE_BYTES))
-        with contextlib.suppress(OSError), source, reader:
-            while count := source.recv_into(buffer):
-                begin = self._take_place(count)
-                piece = buffer[: self._kept(begin, count)]
-                self._damage(piece, begin)
-                reader.sendall(piece)
-                if len(piece) < count:
-                    # A thread reads from this socket, and would keep it open.
-                    reader.shutdown(socket.SHUT_RDWR)
-                    return
+        while count := source.recv_into(buffer):
+            begin = self._take_place(count)
+            piece = buffer[: self._kept(begin, count)]
+            self._damage(piece, begin)
+            reader.sendall(piece)
+            if len(piece) < count:
+                return
 
     def _take_place(self, count: int) -> int:
         """The number of the first of `count` bytes, once they may go: connections take turns at the rate."""

@@ -5,6 +5,7 @@ Arguments: bytes, tensors, and faults of a link before it, if there is to be one
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 from collections.abc import Iterator
@@ -55,12 +56,10 @@ def main() -> None:
     source = Source(SourceIdentity(instance_id="bench"))
     source.grant_access(Access(ticket_key=key))
     source.publish(shells, weight_version=1)
-    with SourceServer(source) as server:
+    with SourceServer(source) as server, contextlib.ExitStack() as stack:
         url = server.url
         for faults in map(LinkFaults.from_text, sys.argv[3:]):
-            link = FaultyLink(faults, upstream_port=server.address.port)
-            link.start()
-            url = link.url
+            url = stack.enter_context(FaultyLink(faults, upstream_port=server.address.port)).url
         generation = source.identity.generation
         text = manifest.text.decode()
         print_json({"url": url, "generation": generation, "manifest": manifest.digest, "text": text})

@@ -253,10 +253,20 @@ class Proxy:
         """Bytes of bodies that went to targets."""
         return self._passed
 
-    def hold_after(self, nbytes: int) -> None:
-        """Let `nbytes` of bodies pass, and nothing after them until `release`."""
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody waits for `release`."""
+        return self._held
+
+    def hold_after(self, nbytes: int, *, further: bool = False) -> None:
+        """Let `nbytes` of bodies pass, and nothing after them until `release`.
+
+        Args:
+            further: Counted from now on, not from the beginning.
+        """
         with self._changed:
-            self._limit = nbytes
+            self._limit = self._passed + nbytes if further else nbytes
+            self._held = False
 
     def wait_until_held(self, *, timeout_s: float = 60.0) -> None:
         with self._changed:
