@@ -22,7 +22,7 @@ from weightwire.service.cli.output import error_json, human_bytes, print_json, s
 from weightwire.service.cli.render import rows_table
 from weightwire.transfer.control import Control
 from weightwire.transfer.errors import IntegrityError, SettingsError, TransferError
-from weightwire.transfer.filling import FillResult, Origins, fill
+from weightwire.transfer.filling import Origins, fill
 from weightwire.transfer.session import RankProgress
 from weightwire.transfer.shells import Shells
 from weightwire.transfer.wire.puller import PullOptions
@@ -237,7 +237,7 @@ class _Bench:
             raise IntegrityError("bench: the shells differ from what the sources made, after they were verified")
         return _Pull(
             seconds=result.seconds,
-            bytes_received=_received(result),
+            bytes_received=result.bytes_received,
             failures=tuple(failure.code for failure in result.failures),
         )
 
@@ -258,7 +258,3 @@ class _AtHalf:
         if self._act is not None and progress.bytes_peer * 2 >= progress.bytes_total > 0:
             act, self._act = self._act, None
             act()
-
-
-def _received(result: FillResult) -> int:
-    return result.bytes_peer

@@ -47,9 +47,7 @@ def check_possible() -> None:
     missing = [program for program in ("ip", "tc") if shutil.which(program) is None]
     if os.geteuid() or missing:
         lacks = f"no {' and no '.join(missing)} (iproute2)" if missing else "not root"
-        raise SettingsError(
-            f"--network namespaces: {lacks}, expected root, ip and tc; --network paced needs none of them"
-        )
+        raise SettingsError(f"bench fanout: {lacks}; network namespaces with capped links need root, ip and tc")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

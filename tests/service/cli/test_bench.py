@@ -11,6 +11,7 @@ from typing import cast
 
 import pytest
 
+from tests.docs.conftest import Json, differences, page, table
 from weightwire.service.cli.bench_faults import fault_cases
 from weightwire.service.cli.bench_hosts import bits_per_second, check_possible, open_lab
 from weightwire.service.cli.bench_worker import Worker
@@ -21,6 +22,13 @@ needs_hosts = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("tc") is None, reason="network namespaces need root and iproute2"
 )
 ECHO = "import sys\nfor line in sys.stdin: print('{\"said\": \"' + line.strip() + '\"}', flush=True)"
+
+
+def documented(name: str) -> Json:
+    """The keys that docs/cli.md has of a command that is too slow for its own tests."""
+    block = page("cli.md").partition(f"<!-- keys: {name} -->\n```json\n")[2].partition("```")[0]
+    value: Json = json.loads(block)
+    return value
 
 
 def test_worker_hears_and_says_lines() -> None:
@@ -58,7 +66,7 @@ def test_rate_that_is_none_is_refused(rate: str) -> None:
 
 def test_hosts_without_the_programs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(SettingsError, match=r"no ip and no tc \(iproute2\), expected root, ip and tc"):
+    with pytest.raises(SettingsError, match=r"no ip and no tc \(iproute2\); network namespaces .* need root"):
         check_possible()
 
 
@@ -104,6 +112,7 @@ def test_fanout_fills_every_target_that_nothing_happens_to(capsys: pytest.Captur
     first, second = cast("list[dict[str, object]]", answer["per_target"])
     assert (first["host"], first["state"], first["identical"], first["bytes_peer"]) == (1, "ready", True, 8 << 20)
     assert (second["host"], second["state"]) == (2, "stopped")
+    assert differences(documented("bench fanout"), answer) == []
     assert answer["ideal_seconds"] == (8 << 23) / 400e6
     assert answer["ratio"] == answer["seconds"] / answer["ideal_seconds"]
     assert answer["error"] is None
@@ -113,10 +122,11 @@ def test_fault_that_kills_a_source_at_half_is_measured(capsys: pytest.CaptureFix
     assert run(["bench", "faults", "--mib", "16", "--case", "killed", "--rounds", "1", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert (answer["case"], answer["ready"], answer["bytes"], answer["error"]) == ("killed", True, 16 << 20, None)
+    assert differences(documented("bench faults"), answer) == []
     assert answer["bytes_received"] >= 16 << 20
     assert answer["extra_seconds"] == answer["seconds"] - answer["undisturbed_seconds"]
 
 
-def test_every_case_has_a_name_of_its_own() -> None:
-    cases = fault_cases(1 << 30)
-    assert len({case.name for case in cases}) == len(cases)
+def test_every_case_is_documented() -> None:
+    cases = [case.name for case in fault_cases(1 << 30)]
+    assert [name for name, _ in table(page("cli.md"), "`bench faults`", "case")] == cases
