@@ -102,18 +102,11 @@ def source(
     ranks = chosen_ranks(rank, world)
     check_can_be_found(instance_id, ranks=ranks, topology=world)
     plane = DataPlane(
-        instance_id=instance_id or f"source-{uuid.uuid4().hex[:12]}",
-        ranks=ranks,
-        epoch=chosen_epoch(epoch, ranks=ranks, topology=world),
-        host=host,
-        port=port,
-        advertise=advertise,
-        max_readers=max_readers,
-        tls=server_context(tls_cert, tls_key),
-        allow_plain_http=allow_plain_http,
-        pin=advertised_pin(advertise_pin, advertise=advertise, tls_cert=tls_cert),
-        sockets=connection.sockets,
-    )
+        instance_id=instance_id or f"source-{uuid.uuid4().hex[:12]}", ranks=ranks,
+        epoch=chosen_epoch(epoch, ranks=ranks, topology=world), host=host, port=port, advertise=advertise,
+        max_readers=max_readers, tls=server_context(tls_cert, tls_key), allow_plain_http=allow_plain_http,
+        pin=advertised_pin(advertise_pin, advertise=advertise, tls_cert=tls_cert), sockets=connection.sockets,
+    )  # fmt: skip
     policy = unexpected_policy(unexpected)
     with ExitStack() as stack:
         checkpoint = stack.enter_context(Checkpoint.open(checkpoint_dir))
