@@ -24,7 +24,8 @@ from tests.faults.processes import Json, Lab, Outcome, Running, wait_until
 from tests.faults.proxy import Proxy
 from weightwire.service.client import ServiceClient
 
-RANK = {"rank", "state", "seconds", "verified", "transport", "bytes_peer", "bytes_disk", "tensors", "sources"}
+RANK = {"rank", "state", "seconds", "verified", "transport", "bytes_peer", "bytes_disk", "tensors", "sources",
+        "bytes_received"}  # fmt: skip
 NO_TENSORS = {"identical": 0, "reshard": 0, "disk": 0, "constant": 0}
 
 # 12 MiB, so that a transfer has a middle.
@@ -95,7 +96,7 @@ def check_ready(answer: Json) -> tuple[int, int]:
         assert rank.keys() == RANK
         assert (rank["state"], rank["verified"]) == ("ready", True)
         assert rank["bytes_peer"] == sum(given_by(rank).values())
-    for key in ("bytes_peer", "bytes_disk"):
+    for key in ("bytes_peer", "bytes_disk", "bytes_received"):
         assert answer[key] == sum(cast(int, rank[key]) for rank in ranks)
     for way, count in cast("dict[str, int]", answer["tensors"]).items():
         assert count == sum(cast("dict[str, int]", rank["tensors"])[way] for rank in ranks)
