@@ -46,6 +46,7 @@ def create_transfer(
     body: TransferBody,
     response: Response,
     parts: Parts,
+    *,
     idempotency_key: Annotated[Name | None, Header()] = None,
     weightwire_protocol: Annotated[str | None, Header()] = None,
 ) -> GrantAnswer:

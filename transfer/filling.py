@@ -122,7 +122,7 @@ def fill(
         CancelledError: If somebody stopped it.
         DeadlineError: If its time is over.
     """
-    return _Filling(shells, origins, control, (on_progress, on_sources), held).run(options)
+    return _Filling(shells, origins, control, (on_progress, on_sources), held=held).run(options)
 
 
 class _Filling:
@@ -132,6 +132,7 @@ class _Filling:
         origins: Origins,
         control: Control,
         listeners: tuple[Callable[[RankProgress], None], Callable[[Sequence[SourceBytes]], None]],
+        *,
         held: Held | None,
     ) -> None:
         self._shells = shells
