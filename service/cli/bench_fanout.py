@@ -27,7 +27,7 @@ from weightwire.service.cli.exit_codes import DONE, FAILED
 from weightwire.service.cli.output import human_bytes, print_json, start_logging, stdout
 from weightwire.service.cli.render import rows_table
 from weightwire.service.cli.signals import on_signal
-from weightwire.transfer.errors import DeadlineError, SettingsError
+from weightwire.transfer.errors import CancelledError, DeadlineError, SettingsError
 
 _MODEL = "bench/fanout"
 _SOURCE = "first"
@@ -78,7 +78,7 @@ def bench_fanout(
 
 
 def _interrupt() -> None:
-    raise KeyboardInterrupt
+    raise CancelledError("bench: stopped by a signal")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
