@@ -184,13 +184,14 @@ def _check_revisions(target: Manifest, others: Sequence[Manifest]) -> None:
 
 def _conflicts(target: Manifest, source: Manifest) -> Iterator[Conflict]:
     tied: dict[Region, TensorEntry] = {}
+    tied_names, held_by_name = target.tied, source.by_name
     common = target.whole & source.whole
     is_same_rank = (target.topology, target.rank) == (source.topology, source.rank)
     # One thing under one name is the checkpoint's tensor, whole, or what one rank has.
     for tensor in target.tensors if is_same_rank else map(target.by_name.__getitem__, sorted(common)):
-        held = source.by_name.get(tensor.name)
+        held = held_by_name.get(tensor.name)
         if held is None or (
-            held.dtype == tensor.dtype and held.shape == tensor.shape and tensor.name not in target.tied
+            held.dtype == tensor.dtype and held.shape == tensor.shape and tensor.name not in tied_names
         ):
             continue
         if tensor.name not in common and tensor.is_placed and held.is_placed:
@@ -201,7 +202,7 @@ def _conflicts(target: Manifest, source: Manifest) -> Iterator[Conflict]:
             # Another thing under the name: it is not taken, and in nobody's way.
             continue
         yield from _differences(tensor.name, (tensor.dtype, tensor.shape), (held.dtype, held.shape))
-        if tensor.name not in target.tied:
+        if tensor.name not in tied_names:
             continue
         first = tied.setdefault(target.flat_region(tensor), held)
         if source.flat_region(first) != source.flat_region(held) and first.digest != held.digest:

@@ -84,6 +84,7 @@ class PlacedSources:
     def _add(self, number: int, source: Manifest) -> None:
         aliases: set[tuple[int, int, Shape, Shape, str]] = set()
         kinds, last, at, kind = self._kinds, None, -1, -1
+        whole = source.whole
         for tensor in source.tensors:
             # After post-processing the elements are not the checkpoint's any more.
             if tensor.state != "placed" or not tensor.placement:
@@ -92,7 +93,9 @@ class PlacedSources:
             if alias in aliases:
                 continue
             aliases.add(alias)
-            check_placement(source, tensor)
+            # A whole tensor is one piece, that of all its elements.
+            if tensor.name not in whole:
+                check_placement(source, tensor)
             base, itemsize, held = source.storage_bases[tensor.storage], tensor.itemsize, self._held[tensor.dtype]
             for piece in tensor.placement:
                 if piece.pattern is not last or piece.checkpoint_offset != at:
