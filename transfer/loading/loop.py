@@ -20,10 +20,9 @@ from weightwire.transfer.errors import NamesError
 from weightwire.transfer.loading.drops import is_foreign_final_norm, is_within, layer_of
 from weightwire.transfer.loading.landing import Landing, land_all
 from weightwire.transfer.loading.ledger import SlotLedger, required_slots
-from weightwire.transfer.loading.mappers import WeightsMapper
 from weightwire.transfer.loading.module_shells import shells_of
 from weightwire.transfer.loading.outcomes import LoadReport, NameOutcome, Outcome, unexpected_names
-from weightwire.transfer.loading.resolver import NameTables, Resolver
+from weightwire.transfer.loading.resolver import NameTables, Query, Resolver
 from weightwire.transfer.loading.ties import FilledMemory
 from weightwire.transfer.loading.walker import EVERYTHING, Pair, WalkRules, walk
 
@@ -137,27 +136,27 @@ def walk_tree(model: nn.Module, pairs: Iterable[Pair], rules: WalkRules | None =
     if not isinstance(model, Described):
         yield from walk(model, pairs, rules or EVERYTHING)
         return
-    tables, resolver = model.tables, model.resolver()
-    rules, filled = rules or walk_rules(model), FilledMemory()
-    for dropped, group in groupby(pairs, key=lambda pair: tables.mapper.apply(pair[0]) is None):
-        if dropped:
-            yield from (Landing(outcome=NameOutcome(name=n, outcome=Outcome.DROPPED, rule="L72")) for n, _ in group)
-        else:
-            found = _walk_renamed(group, tables.mapper, lambda pairs: walk(model, pairs, rules, filled=filled))
+    resolver, rules, filled = model.resolver(), rules or walk_rules(model), FilledMemory()
+    named = ((resolver.whole_name(name), tensor) for name, tensor in pairs)
+    for is_query, group in groupby(named, key=lambda pair: isinstance(pair[0], Query)):
+        if is_query:
+            found = _walk_renamed(group, lambda pairs: walk(model, pairs, rules, filled=filled))
             yield from (_last_word(landing, resolver) for landing in found)
+        else:
+            yield from (Landing(outcome=ended) for ended, _ in group if isinstance(ended, NameOutcome))
 
 
 def _walk_renamed(
-    pairs: Iterable[Pair], mapper: WeightsMapper, walked: Callable[[Iterable[Pair]], Iterable[Landing]]
+    pairs: Iterable[tuple[Query | NameOutcome, torch.Tensor]], walked: Callable[[Iterable[Pair]], Iterable[Landing]]
 ) -> Iterator[Landing]:
     sources = dict[str, str]()
 
     def renamed() -> Iterator[Pair]:
-        for source, tensor in pairs:
-            name = mapper.apply(source) or source
-            if name != source:
-                sources[name] = source
-            yield name, tensor
+        for query, tensor in pairs:
+            assert isinstance(query, Query)
+            if query.name != query.source:
+                sources[query.name] = query.source
+            yield query.name, tensor
 
     for landing in walked(renamed()):
         source = sources.get(landing.outcome.name)

@@ -1,6 +1,7 @@
 """One decision for each checkpoint name: which slot of which shell, or why none.
 
-The model description is data (`NameTables`), the decision a fixed list of steps (`STEPS`, at the end of this file).
+The model description is data (`NameTables`), the decision a fixed list of steps: `STEPS`, at the end of this file, or
+those that the model's tables bring along.
 A name is decided before its payload is touched, so a reader asks `Resolver.wants` what to fetch.
 """
 
@@ -63,6 +64,8 @@ class NameTables:
         skip_prefixes: Paths that nobody here wants.
         skip_substrings: Text in names that nobody here wants.
         global_expert_tensors: Ends of runtime names of experts' shells that hold the values of all experts.
+        further_parts: Parts of fused shells that a step of their own knows.
+        steps: The questions asked about a name, in order; None for `STEPS`.
     """
 
     layers: range
@@ -82,6 +85,8 @@ class NameTables:
     skip_prefixes: tuple[str, ...] = ()
     skip_substrings: tuple[str, ...] = ()
     global_expert_tensors: tuple[str, ...] = ()
+    further_parts: tuple[StackedTable, ...] = ()
+    steps: tuple[Step, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +95,7 @@ class Query:
 
     Attributes:
         source: As the checkpoint has it.
-        mapped: After the mapper; None if that drops it.
+        mapped: After the mapper, and after the steps that rename; None if the mapper drops it.
     """
 
     source: str
@@ -102,6 +107,9 @@ class Query:
 
     def ends(self, outcome: Outcome, rule: str, target: str | None = None, slot: SlotId = None) -> Outcomes:
         return (NameOutcome(name=self.source, outcome=outcome, rule=rule, target=target, slot=slot),)
+
+    def renamed(self, name: str) -> Query:
+        return Query(source=self.source, mapped=name)
 
     def drops(self, rule: str) -> Outcomes:
         return self.ends(Outcome.DROPPED, rule)
@@ -126,7 +134,7 @@ class Resolver:
         ep_rank: This rank's place in `placement`.
     """
 
-    __slots__ = ("_indexers", "_local_experts", "_shells", "_tables", "_warned")
+    __slots__ = ("_indexers", "_local_experts", "_shells", "_steps", "_tables", "_warned")
 
     def __init__(
         self,
@@ -136,6 +144,7 @@ class Resolver:
         ep_rank: int = 0,
     ) -> None:
         self._tables = tables
+        self._steps = STEPS if tables.steps is None else tables.steps
         # In the order given: nearest names are then the same on every run.
         self._shells: Mapping[str, None] = dict.fromkeys(shell_names)
         self._indexers = indexer_owners(self._shells)
@@ -155,9 +164,33 @@ class Resolver:
         """
         return self._decide(name)[1]
 
+    @property
+    def tables(self) -> NameTables:
+        return self._tables
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """The questions asked about a name, in order."""
+        return self._steps
+
+    def has_shell(self, name: str) -> bool:
+        """Whether this rank has a shell of that name."""
+        return name in self._shells
+
     def deciding_step(self, name: str) -> int:
-        """Index in `STEPS` of the step that ends a name."""
+        """Index in `steps` of the step that ends a name."""
         return self._decide(name)[0]
+
+    def whole_name(self, source: str) -> Query | NameOutcome:
+        """What the steps that look at whole names make of one, before a walk takes it apart: a rename, or its end."""
+        query = self._query(source)
+        for step in self._steps:
+            found = step.decide(self, query) if step.is_whole else PASS
+            if isinstance(found, Query):
+                query = found
+            elif found:
+                return found[0]
+        return query
 
     def wants(self, name: str) -> bool:
         """Whether the payload is needed: to be placed, or because a tensor may be skipped only if it is all zeros."""
@@ -185,11 +218,17 @@ class Resolver:
         return "".join(f"; nearest to {name!r}: {', '.join(map(repr, shells))}" for name, shells in found if shells)
 
     def _decide(self, source: str) -> tuple[int, tuple[NameOutcome, ...]]:
-        query = Query(source=source, mapped=self._tables.mapper.apply(source))
-        for index, step in enumerate(STEPS):
-            if outcomes := step.decide(self, query):
-                return index, outcomes
+        query = self._query(source)
+        for index, step in enumerate(self._steps):
+            found = step.decide(self, query)
+            if isinstance(found, Query):
+                query = found
+            elif found:
+                return index, found
         raise AssertionError("the last step always answers")
+
+    def _query(self, source: str) -> Query:
+        return Query(source=source, mapped=self._tables.mapper.apply(source))
 
     def _mapped_away(self, query: Query) -> Outcomes:
         return query.drops("L72") if query.mapped is None else PASS
@@ -241,13 +280,15 @@ class Resolver:
         return tuple(outcome for target in targets for outcome in query.places("L82", target))
 
     def _stacked(self, query: Query) -> Outcomes:
-        found = self._tables.stacked.dispatch(
-            query.name, self._shells, optional_suffixes=self._tables.optional_suffixes
-        )
+        return self.parts_step(query, self._tables.stacked, rule="L54")
+
+    def parts_step(self, query: Query, table: StackedTable, *, rule: str) -> Outcomes:
+        """What the rows of one table make of a name."""
+        found = table.dispatch(query.name, self._shells, optional_suffixes=self._tables.optional_suffixes)
         if found.target is None:
             return PASS
         if found.outcome is Outcome.PLACED:
-            return query.places("L54", found.target, found.slot)
+            return query.places(rule, found.target, found.slot)
         if found.outcome is Outcome.SKIPPED_OPTIONAL:
             return query.ends(Outcome.SKIPPED_OPTIONAL, "L55", found.target, found.slot)
         block_scale = block_scale_target(found.target, self._shells)
@@ -316,36 +357,48 @@ class Step:
     Attributes:
         rules: Ids that its outcomes may carry.
         needs: The fact that decides, besides the name.
-        decide: The answer; empty if the step has none.
+        decide: The answer: how the name ends, another name to go on with, or nothing.
+        about: What is asked, in a few words.
+        is_whole: Whether it looks at whole names, which a module below the root does not see, and at no shell.
     """
 
     rules: tuple[str, ...]
     needs: str
-    decide: Callable[[Resolver, Query], Outcomes]
+    decide: Callable[[Resolver, Query], Outcomes | Query]
+    about: str
+    is_whole: bool = False
 
 
 # The first step with an answer ends the name. What other ranks own goes before what nobody knows; a shell's own name
 # before every rename; a rename that finds its shell before one that does not; the last step always answers.
 STEPS = (
-    Step(rules=("L72",), needs="mapper", decide=Resolver._mapped_away),
-    Step(rules=("L76",), needs="skip lists", decide=Resolver._unwanted),
-    Step(rules=("L77", "L91"), needs="tie of head and embedding", decide=Resolver._tied_head),
-    Step(rules=("L68",), needs="layer number, stage", decide=Resolver._other_stage),
-    Step(rules=("L69",), needs="stage", decide=Resolver._foreign_final_norm),
-    Step(rules=("L91", "L72"), needs="shells", decide=Resolver._own_name),
-    Step(rules=("L66",), needs="nothing", decide=Resolver._rotary_cache),
-    Step(rules=("L67",), needs="shells", decide=Resolver._foreign_indexer),
-    Step(rules=("L82",), needs="shells", decide=Resolver._kv_scale),
-    Step(rules=("L54", "L55", "L83"), needs="stacked rows, shells", decide=Resolver._stacked),
+    Step(rules=("L72",), needs="mapper", decide=Resolver._mapped_away, about="dropped by a rename", is_whole=True),
+    Step(rules=("L76",), needs="skip lists", decide=Resolver._unwanted, about="unwanted"),
+    Step(rules=("L77", "L91"), needs="tie of head and embedding", decide=Resolver._tied_head, about="tied head"),
+    Step(rules=("L68",), needs="layer number, stage", decide=Resolver._other_stage, about="another stage's"),
+    Step(rules=("L69",), needs="stage", decide=Resolver._foreign_final_norm, about="another stage's final norm"),
+    Step(rules=("L91", "L72"), needs="shells", decide=Resolver._own_name, about="a shell's own name"),
+    Step(rules=("L66",), needs="nothing", decide=Resolver._rotary_cache, about="rotary cache"),
+    Step(rules=("L67",), needs="shells", decide=Resolver._foreign_indexer, about="indexer that is not here"),
+    Step(rules=("L82",), needs="shells", decide=Resolver._kv_scale, about="scale of the KV cache"),
+    Step(
+        rules=("L54", "L55", "L83"),
+        needs="stacked rows, shells",
+        decide=Resolver._stacked,
+        about="part of a fused projection",
+    ),
     Step(
         rules=("L59", "L62", "L63", "L125", "L55", "L83"),
         needs="expert number, expert placement, shells",
         decide=Resolver._expert,
+        about="matrix of an expert, or of all of them",
     ),
-    Step(rules=("L83",), needs="shells", decide=Resolver._block_scale),
-    Step(rules=("L82",), needs="shells", decide=Resolver._scale_without_shell),
-    Step(rules=("L55",), needs="optional suffixes", decide=Resolver._optional),
-    Step(rules=("L70",), needs="all of the above", decide=Resolver._unknown),
+    Step(rules=("L83",), needs="shells", decide=Resolver._block_scale, about="block scale of another spelling"),
+    Step(
+        rules=("L82",), needs="shells", decide=Resolver._scale_without_shell, about="scale of a KV cache without scales"
+    ),
+    Step(rules=("L55",), needs="optional suffixes", decide=Resolver._optional, about="optional, without a shell"),
+    Step(rules=("L70",), needs="all of the above", decide=Resolver._unknown, about="unknown"),
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import torch
 
@@ -12,13 +12,11 @@ from weightwire.transfer.checkpoint.untrusted_json import parse_object, quoted
 from weightwire.transfer.dtypes import BY_NAME
 from weightwire.transfer.errors import CheckpointError, ConfigError
 from weightwire.transfer.loading.resolver import is_tied
+from weightwire.transfer.models.config_fields import Fields, Members, refusal
+from weightwire.transfer.models.latent_config import IndexerConfig, LatentConfig, indexer_of, latent_of
 
-# Where the text model of a larger one keeps its own settings.
-_NESTED = "text_config"
 # Source: transformers, `PretrainedConfig`: a model without a dtype in its configuration is float32.
 _DEFAULT_DTYPE = "float32"
-
-Members: TypeAlias = Mapping[str, object]
 
 # What a configuration means that leaves a field out altogether, where it is another thing than `config_of` makes of a
 # field that is null.
@@ -44,6 +42,7 @@ class ExpertConfig:
         num_experts: Routed experts of one layer, as the checkpoint numbers them.
         intermediate_size: Of one routed expert.
         shared_intermediate_size: Of the shared expert that stands beside the routed ones; None if there is none.
+        num_shared: Shared experts of the size of a routed one that the shared expert is, where the file counts them.
         sparse_step: Every so-manieth layer has experts.
         dense_layers: Layers that have none all the same.
     """
@@ -51,6 +50,7 @@ class ExpertConfig:
     num_experts: int
     intermediate_size: int
     shared_intermediate_size: int | None = None
+    num_shared: int = 0
     sparse_step: int = 1
     dense_layers: frozenset[int] = frozenset()
 
@@ -117,6 +117,9 @@ class ModelConfig:
         mlp_bias: Whether the layers of dense MLPs have biases.
         experts: None for a dense model.
         fp8: None for an unquantised one.
+        latent: None for a model whose attention projects to queries, keys and values directly.
+        indexer: Of sparse attention; None for a model without.
+        num_draft_layers: Layers behind the last one that predict further tokens; a role of their own.
         source: The members of the file as they are.
     """
 
@@ -135,6 +138,9 @@ class ModelConfig:
     mlp_bias: bool = False
     experts: ExpertConfig | None = None
     fp8: Fp8Config | None = None
+    latent: LatentConfig | None = None
+    indexer: IndexerConfig | None = None
+    num_draft_layers: int = 0
     source: Members = field(default_factory=dict, compare=False, repr=False)
 
     def has_experts(self, layer: int) -> bool:
@@ -167,16 +173,18 @@ def config_of(source: Members) -> ModelConfig:
         ConfigError: If a field is missing, of the wrong type or out of range: `facts["field"]`.
     """
     architecture = architecture_of(source)
-    fields = _Fields(source, _LEFT_OUT.get(architecture, {}))
+    fields = Fields(source, _LEFT_OUT.get(architecture, {}))
     heads, hidden = fields.size("num_attention_heads"), fields.size("hidden_size")
+    latent = latent_of(fields)
     return ModelConfig(
         architecture=architecture,
         hidden_size=hidden,
         intermediate_size=fields.size("intermediate_size"),
         num_layers=fields.size("num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=_num_kv_heads(fields, heads),
-        head_dim=_head_dim(fields, hidden=hidden, heads=heads),
+        # Every query head has a key and a value of its own, made from what all of them share.
+        num_kv_heads=heads if latent else _num_kv_heads(fields, heads),
+        head_dim=latent.qk_head_dim if latent else _head_dim(fields, hidden=hidden, heads=heads),
         vocab_size=fields.size("vocab_size"),
         tie_word_embeddings=is_tied(source),
         dtype=_dtype(fields),
@@ -185,80 +193,11 @@ def config_of(source: Members) -> ModelConfig:
         mlp_bias=fields.flag("mlp_bias") or False,
         experts=_experts(fields),
         fp8=_fp8(fields),
+        latent=latent,
+        indexer=indexer_of(fields),
+        num_draft_layers=fields.optional_count("num_nextn_predict_layers") or 0,
         source=source,
     )
-
-
-# Each layer and expert becomes objects before its memory is asked about: a hostile number would never come to an end.
-# Published models stay below 200 layers and 1,000 experts.
-_MOST = {"num_hidden_layers": 4096, "num_experts": 65536, "num_local_experts": 65536, "n_routed_experts": 65536}
-# Of anything else: the product of two sizes is a number that torch can count to.
-_MOST_OF_A_SIZE = (1 << 31) - 1
-
-
-class _Fields:
-    """Typed access to the members of a configuration; a null counts as absent, except that it is not left out."""
-
-    def __init__(self, outer: Members, left_out: Members) -> None:
-        self.outer = outer
-        self.left_out = left_out
-        nested = outer.get(_NESTED)
-        if nested is not None and not isinstance(nested, Mapping):
-            raise _refusal(_NESTED, nested, "an object")
-        self.nested: Members = nested if nested is not None else {}
-
-    def find(self, *spellings: str) -> tuple[str, object]:
-        """The first spelling that is there or has a value when left out, and its value; (the last one, None) if none.
-
-        Raises:
-            ConfigError: If two spellings on one level contradict each other.
-        """
-        for level in (self.nested, self.outer):
-            present = [name for name in spellings if level.get(name) is not None]
-            for name in present[1:]:
-                if level[name] != level[present[0]]:
-                    raise _refusal(name, level[name], f"{quoted(level[present[0]])}, as {present[0]!r} says")
-            if present:
-                return present[0], level[present[0]]
-        is_left_out = not any(name in level for level in (self.nested, self.outer) for name in spellings)
-        known = [name for name in spellings if is_left_out and name in self.left_out]
-        return (known[0], self.left_out[known[0]]) if known else (spellings[-1], None)
-
-    def size(self, *spellings: str) -> int:
-        found = self.optional_size(*spellings)
-        if found is None:
-            raise _refusal(spellings[-1], None, "a positive integer")
-        return found
-
-    def optional_size(self, *spellings: str) -> int | None:
-        name, value = self.find(*spellings)
-        if value is None:
-            return None
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise _refusal(name, value, "a positive integer")
-        most = _MOST.get(name, _MOST_OF_A_SIZE)
-        if value > most:
-            raise _refusal(name, value, f"at most {most}")
-        return value
-
-    def flag(self, name: str) -> bool | None:
-        _, value = self.find(name)
-        if value is not None and not isinstance(value, bool):
-            raise _refusal(name, value, "true or false")
-        return value
-
-    def integers(self, name: str) -> tuple[int, ...]:
-        _, value = self.find(name)
-        if value is None:
-            return ()
-        if not isinstance(value, list) or any(not isinstance(item, int) or isinstance(item, bool) for item in value):
-            raise _refusal(name, value, "a list of integers")
-        return tuple(value)
-
-
-def _refusal(field: str, value: object, expected: str) -> ConfigError:
-    is_what = "missing" if value is None else quoted(value)
-    return ConfigError(f"config.json: field {field!r} is {is_what}, expected {expected}", field=field)
 
 
 def architecture_of(outer: Members) -> str:
@@ -269,25 +208,25 @@ def architecture_of(outer: Members) -> str:
     """
     named = outer.get("architectures")
     if not isinstance(named, list) or not named or not isinstance(named[0], str):
-        raise _refusal("architectures", named, "a list with the name of a class")
+        raise refusal("architectures", named, "a list with the name of a class")
     return named[0]
 
 
-def _num_kv_heads(fields: _Fields, heads: int) -> int:
+def _num_kv_heads(fields: Fields, heads: int) -> int:
     kv_heads = fields.optional_size("num_key_value_heads") or heads
     if heads % kv_heads:
-        raise _refusal("num_key_value_heads", kv_heads, f"a divisor of the {heads} attention heads")
+        raise refusal("num_key_value_heads", kv_heads, f"a divisor of the {heads} attention heads")
     return kv_heads
 
 
-def _head_dim(fields: _Fields, *, hidden: int, heads: int) -> int:
+def _head_dim(fields: Fields, *, hidden: int, heads: int) -> int:
     found = fields.optional_size("head_dim")
     if found is None and hidden % heads:
-        raise _refusal("head_dim", None, f"it, since {heads} heads do not divide the hidden size of {hidden}")
+        raise refusal("head_dim", None, f"it, since {heads} heads do not divide the hidden size of {hidden}")
     return found or hidden // heads
 
 
-def _dtype(fields: _Fields) -> torch.dtype:
+def _dtype(fields: Fields) -> torch.dtype:
     name, value = fields.find("dtype", "torch_dtype")
     if value is None:
         value = _DEFAULT_DTYPE
@@ -295,35 +234,46 @@ def _dtype(fields: _Fields) -> torch.dtype:
     # Smaller floats are formats of quantisation, and need scales.
     known = spelled in BY_NAME and BY_NAME[spelled].torch_dtype.is_floating_point and BY_NAME[spelled].itemsize > 1
     if not known:
-        raise _refusal(name, value, "the name of a floating point dtype")
+        raise refusal(name, value, "the name of a floating point dtype")
     return BY_NAME[spelled].torch_dtype
 
 
-def _experts(fields: _Fields) -> ExpertConfig | None:
+def _experts(fields: Fields) -> ExpertConfig | None:
     count = fields.optional_size("num_experts", "num_local_experts", "n_routed_experts")
     if count is None:
         return None
+    size, num_shared = fields.size("moe_intermediate_size"), fields.optional_count("n_shared_experts") or 0
     return ExpertConfig(
         num_experts=count,
-        intermediate_size=fields.size("moe_intermediate_size"),
-        shared_intermediate_size=fields.optional_size("shared_expert_intermediate_size"),
+        intermediate_size=size,
+        shared_intermediate_size=(
+            num_shared * size if num_shared else fields.optional_size("shared_expert_intermediate_size")
+        ),
+        num_shared=num_shared,
         sparse_step=fields.optional_size("decoder_sparse_step") or 1,
-        dense_layers=frozenset(fields.integers("mlp_only_layers")),
+        dense_layers=frozenset(fields.integers("mlp_only_layers")) | _dense_by_position(fields),
     )
 
 
-def _fp8(fields: _Fields) -> Fp8Config | None:
+def _dense_by_position(fields: Fields) -> frozenset[int]:
+    """The first layers, and those between every so-manieth one, draft layers being counted on."""
+    first, step = fields.optional_count("first_k_dense_replace") or 0, fields.optional_size("moe_layer_freq") or 1
+    layers = fields.size("num_hidden_layers") + (fields.optional_count("num_nextn_predict_layers") or 0)
+    return frozenset(layer for layer in range(layers) if layer < first or layer % step)
+
+
+def _fp8(fields: Fields) -> Fp8Config | None:
     field, found = fields.find("quantization_config")
     if found is None:
         return None
     if not isinstance(found, Mapping):
-        raise _refusal(field, found, "an object")
+        raise refusal(field, found, "an object")
     method = found.get("quant_method")
     if method != "fp8":
-        raise _refusal("quant_method", method, "'fp8'")
+        raise refusal("quant_method", method, "'fp8'")
     activations = found.get("activation_scheme", "dynamic")
     if activations not in ("dynamic", "static"):
-        raise _refusal("activation_scheme", activations, "'dynamic' or 'static'")
+        raise refusal("activation_scheme", activations, "'dynamic' or 'static'")
     return Fp8Config(
         block=_block(found.get("weight_block_size")),
         activations="static" if activations == "static" else "dynamic",
@@ -336,7 +286,7 @@ def _block(value: object) -> tuple[int, int] | None:
         return None
     sizes = [item for item in value if isinstance(item, int) and item > 0] if isinstance(value, list) else []
     if not isinstance(value, list) or len(sizes) != 2 or len(value) != 2:
-        raise _refusal("weight_block_size", value, "two positive integers")
+        raise refusal("weight_block_size", value, "two positive integers")
     return sizes[0], sizes[1]
 
 
@@ -346,6 +296,6 @@ def _names(members: Members, *spellings: str) -> tuple[str, ...]:
         if value is None:
             continue
         if not isinstance(value, list) or any(not isinstance(item, str) for item in value):
-            raise _refusal(name, value, "a list of names")
+            raise refusal(name, value, "a list of names")
         return tuple(value)
     return ()

@@ -15,7 +15,8 @@ from weightwire.transfer.loading.mappers import QuantisationNames, WeightsMapper
 from weightwire.transfer.manifest import Topology
 from weightwire.transfer.models.blueprint import Blueprint, BuildOptions
 from weightwire.transfer.models.building import MemoryAccount, build_defaults, memory_phase, planned_bytes
-from weightwire.transfer.models.config import Members, ModelConfig, architecture_of, config_of, read_members
+from weightwire.transfer.models.config import ModelConfig, architecture_of, config_of, read_members
+from weightwire.transfer.models.config_fields import Members
 from weightwire.transfer.models.decoder import DecoderTree
 from weightwire.transfer.ranks import RankPlace
 

@@ -46,4 +46,5 @@ def _block_tables(tables: NameTables) -> NameTables:
         mapper=WeightsMapper(),
         skip_prefixes=(),
         skip_substrings=(),
+        steps=None if tables.steps is None else tuple(step for step in tables.steps if not step.is_whole),
     )
