@@ -87,10 +87,13 @@ class ExpertPlacement:
         num_experts: Logical experts, as the checkpoint numbers them.
         ranks: For each expert-parallel rank the logical expert of each of its slots, in order. A logical expert may
             lie in several slots (replicas), on one rank or on several.
+        num_shared: How many of the logical experts, the last ones, are shared ones that pose as routed. A tensor that
+            holds all experts at once does not hold them.
     """
 
     num_experts: int
     ranks: tuple[tuple[int, ...], ...]
+    num_shared: int = 0
     # The inverse of `ranks`: looked up for each tensor of each expert.
     _slots: tuple[Mapping[int, tuple[int, ...]], ...] = field(init=False, repr=False, compare=False)
 
@@ -130,6 +133,17 @@ class ExpertPlacement:
         if most > _MOST_SLOTS:
             raise TopologyError(f"expert map: has {most} slots on one rank, expected at most {_MOST_SLOTS}")
         return cls(num_experts=num_experts, ranks=tuple(tuple(slots) for slots in ranks))
+
+    def with_shared(self, count: int) -> Self:
+        """The same with shared experts behind the routed ones, of which every rank has all (L120, L121)."""
+        added = tuple(range(self.num_experts, self.num_experts + count))
+        ranks = tuple((*slots, *added) for slots in self.ranks)
+        return type(self)(num_experts=self.num_experts + count, ranks=ranks, num_shared=self.num_shared + count)
+
+    @property
+    def num_routed(self) -> int:
+        """Logical experts that a router chooses among."""
+        return self.num_experts - self.num_shared
 
     def local_slots(self, expert: int, ep_rank: int) -> tuple[int, ...]:
         """Indices in the shells of one rank at which a logical expert lies; empty if it is not local."""

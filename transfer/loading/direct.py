@@ -22,6 +22,7 @@ from weightwire.transfer.checkpoint.untrusted_json import quoted
 from weightwire.transfer.control import Control
 from weightwire.transfer.errors import SlotsError
 from weightwire.transfer.loading.base_loaders import as_bytes_if_packed, loader_of
+from weightwire.transfer.loading.halves import check_halves, forget_halves
 from weightwire.transfer.loading.landing import Landing, land_all, look_at_optional
 from weightwire.transfer.loading.ledger import SlotLedger, required_slots
 from weightwire.transfer.loading.loop import Described, UnexpectedPolicy, account, check_report, walk_tree
@@ -229,8 +230,10 @@ class _Loading:
         if not self.put_off:
             return 0
         pairs = self.checkpoint.iterate(self.by_value.__contains__)
+        forget_halves(self.shells)
         ledger = SlotLedger({name: slots for name, slots in self.required.items() if name in self.put_off})
         account(self._land(pairs, by_value=True), ledger)
+        check_halves(self.shells)
         ledger.check()
         return sum(self.checkpoint.entries[name].nbytes for name in self.by_value)
 

@@ -72,10 +72,21 @@ class ExpertSlots:
         """The logical expert of each index of the shell."""
         return tuple(range(self.placement.num_experts)) if self.everywhere else self.placement.ranks[self.expert.rank]
 
+    @property
+    def routed(self) -> tuple[int, ...]:
+        """Indices of the shell that hold no shared expert."""
+        count = self.placement.num_routed
+        return tuple(index for index, logical in enumerate(self.logical) if logical < count)
+
     def slots(self, parts: Iterable[ExpertPartName]) -> tuple[SlotId, ...]:
         """One for each index and part."""
         listed = tuple(parts)
         return tuple(ExpertPart(index, part) for index in range(len(self.logical)) for part in listed)
+
+    def routed_slots(self, parts: Iterable[ExpertPartName]) -> tuple[SlotId, ...]:
+        """Those that a tensor of all experts fills."""
+        listed = tuple(parts)
+        return tuple(ExpertPart(index, part) for index in self.routed for part in listed)
 
     def indices(self, expert: int, *, name: str) -> tuple[int, ...]:
         """Where a logical expert lies here, replicas included (L64); empty if it belongs to other ranks.
@@ -102,13 +113,14 @@ class ExpertSlots:
         """Of a checkpoint tensor that fuses all experts: each index of the shell with its expert's piece.
 
         Raises:
-            PlacementError: If the tensor's first axis does not count the model's experts.
+            PlacementError: If the tensor's first axis does not count the model's routed experts.
         """
-        if not tensor.dim() or tensor.shape[0] != self.placement.num_experts:
-            hint = f"axis 0 of the weight is expected to count {self.placement.num_experts} experts"
+        count = self.placement.num_routed
+        if not tensor.dim() or tensor.shape[0] != count:
+            hint = f"axis 0 of the weight is expected to count {count} experts"
             raise misfit(name, tensor, shell, hint=hint)
-        for index, logical in enumerate(self.logical):
-            yield index, tensor[logical]
+        for index in self.routed:
+            yield index, tensor[self.logical[index]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +206,7 @@ class ExpertLoader:
         if slot is None:
             writes = list(self._fused_writes(shell, tensor, name=name))
             write_all(writes, name=name, casts=self.casts)
-            return self.slots
+            return self._experts.routed_slots(self.parts)
         if not isinstance(slot, ExpertPart) or slot.part not in self.parts:
             raise no_such_slot(name, slot, self.parts)
         indices = self._experts.indices(slot.expert, name=name)

@@ -18,6 +18,7 @@ from torch import nn
 
 from weightwire.transfer.errors import NamesError
 from weightwire.transfer.loading.drops import is_foreign_final_norm, is_within, layer_of
+from weightwire.transfer.loading.halves import check_halves, forget_halves
 from weightwire.transfer.loading.landing import Landing, land_all
 from weightwire.transfer.loading.ledger import SlotLedger, required_slots
 from weightwire.transfer.loading.module_shells import shells_of
@@ -66,6 +67,7 @@ def load_weights(
     """
     shells = shells_of(model)
     ledger = SlotLedger(required_slots(shells))
+    forget_halves(shells)
     if central:
         landings = walk_tree(model, pairs, rules)
     elif isinstance(model, Described):
@@ -74,6 +76,7 @@ def load_weights(
         raise ValueError(f"{type(model).__name__} has no tables of names: load it with central=True")
     report = account(landings, ledger)
     check_report(report, model, unexpected=unexpected)
+    check_halves(shells)
     ledger.check()
     return report
 

@@ -230,16 +230,18 @@ class Resolver:
     def _query(self, source: str) -> Query:
         return Query(source=source, mapped=self._tables.mapper.apply(source))
 
-    def _mapped_away(self, query: Query) -> Outcomes:
+    # The questions that `STEPS` asks; tables of other models ask some of them, too.
+
+    def mapped_away(self, query: Query) -> Outcomes:
         return query.drops("L72") if query.mapped is None else PASS
 
-    def _unwanted(self, query: Query) -> Outcomes:
+    def unwanted(self, query: Query) -> Outcomes:
         tables = self._tables
         by_path = any(is_within(query.name, prefix) for prefix in tables.skip_prefixes)
         by_text = any(text in query.name for text in tables.skip_substrings)
         return query.drops("L76") if by_path or by_text else PASS
 
-    def _tied_head(self, query: Query) -> Outcomes:
+    def tied_head(self, query: Query) -> Outcomes:
         tables, name = self._tables, query.name
         if not tables.tied:
             return PASS
@@ -252,7 +254,7 @@ class Resolver:
         filled = query.places("L91", name) if name in self._shells else PASS
         return filled + (query.places("L77", head) if head in self._shells else PASS)
 
-    def _other_stage(self, query: Query) -> Outcomes:
+    def other_stage(self, query: Query) -> Outcomes:
         tables, name = self._tables, query.name
         layer = layer_of(name, tables.decoder)
         foreign_layer = layer is not None and layer < tables.num_layers and layer not in tables.layers
@@ -260,26 +262,26 @@ class Resolver:
         foreign_head = not tables.owns_head and is_within(name, tables.head)
         return query.drops("L68") if foreign_layer or foreign_embedding or foreign_head else PASS
 
-    def _foreign_final_norm(self, query: Query) -> Outcomes:
+    def foreign_final_norm(self, query: Query) -> Outcomes:
         owned = self._tables.owns_final_norm
         return query.drops("L69") if is_foreign_final_norm(query.name, self._tables.final_norm, owned=owned) else PASS
 
-    def _own_name(self, query: Query) -> Outcomes:
+    def own_name(self, query: Query) -> Outcomes:
         if query.name not in self._shells:
             return PASS
         return query.places("L91" if query.name == query.source else "L72", query.name)
 
-    def _rotary_cache(self, query: Query) -> Outcomes:
+    def rotary_cache(self, query: Query) -> Outcomes:
         return query.drops("L66") if is_rotary_cache(query.name) else PASS
 
-    def _foreign_indexer(self, query: Query) -> Outcomes:
+    def foreign_indexer(self, query: Query) -> Outcomes:
         return query.drops("L67") if is_foreign_indexer(query.name, self._indexers) else PASS
 
-    def _kv_scale(self, query: Query) -> Outcomes:
+    def kv_scale(self, query: Query) -> Outcomes:
         targets = kv_scale_targets(query.name, self._shells)
         return tuple(outcome for target in targets for outcome in query.places("L82", target))
 
-    def _stacked(self, query: Query) -> Outcomes:
+    def stacked(self, query: Query) -> Outcomes:
         return self.parts_step(query, self._tables.stacked, rule="L54")
 
     def parts_step(self, query: Query, table: StackedTable, *, rule: str) -> Outcomes:
@@ -294,7 +296,7 @@ class Resolver:
         block_scale = block_scale_target(found.target, self._shells)
         return PASS if block_scale is None else query.places("L83", block_scale, found.slot)
 
-    def _expert(self, query: Query) -> Outcomes:
+    def expert(self, query: Query) -> Outcomes:
         found = self._tables.experts.match(query.name) if self._tables.experts else None
         if found is None:
             return PASS
@@ -320,11 +322,11 @@ class Resolver:
     def _is_local(self, part: ExpertPart) -> bool:
         return self._local_experts is None or part.expert in self._local_experts
 
-    def _block_scale(self, query: Query) -> Outcomes:
+    def block_scale(self, query: Query) -> Outcomes:
         target = block_scale_target(query.name, self._shells)
         return PASS if target is None else query.places("L83", target)
 
-    def _scale_without_shell(self, query: Query) -> Outcomes:
+    def scale_without_shell(self, query: Query) -> Outcomes:
         if not is_kv_scale(query.name):
             return PASS
         if not self._warned:
@@ -334,11 +336,11 @@ class Resolver:
             )
         return query.drops("L82")
 
-    def _optional(self, query: Query) -> Outcomes:
+    def optional(self, query: Query) -> Outcomes:
         is_optional = query.name.endswith(self._tables.optional_suffixes)
         return query.ends(Outcome.SKIPPED_OPTIONAL, "L55", query.name) if is_optional else PASS
 
-    def _unknown(self, query: Query) -> Outcomes:
+    def unknown(self, query: Query) -> Outcomes:
         experts = self._tables.experts
         found = self._tables.stacked.match(query.name) or (experts.match(query.name) if experts else None)
         target, slot = found or (query.name, None)
@@ -372,33 +374,33 @@ class Step:
 # The first step with an answer ends the name. What other ranks own goes before what nobody knows; a shell's own name
 # before every rename; a rename that finds its shell before one that does not; the last step always answers.
 STEPS = (
-    Step(rules=("L72",), needs="mapper", decide=Resolver._mapped_away, about="dropped by a rename", is_whole=True),
-    Step(rules=("L76",), needs="skip lists", decide=Resolver._unwanted, about="unwanted"),
-    Step(rules=("L77", "L91"), needs="tie of head and embedding", decide=Resolver._tied_head, about="tied head"),
-    Step(rules=("L68",), needs="layer number, stage", decide=Resolver._other_stage, about="another stage's"),
-    Step(rules=("L69",), needs="stage", decide=Resolver._foreign_final_norm, about="another stage's final norm"),
-    Step(rules=("L91", "L72"), needs="shells", decide=Resolver._own_name, about="a shell's own name"),
-    Step(rules=("L66",), needs="nothing", decide=Resolver._rotary_cache, about="rotary cache"),
-    Step(rules=("L67",), needs="shells", decide=Resolver._foreign_indexer, about="indexer that is not here"),
-    Step(rules=("L82",), needs="shells", decide=Resolver._kv_scale, about="scale of the KV cache"),
+    Step(rules=("L72",), needs="mapper", decide=Resolver.mapped_away, about="dropped by a rename", is_whole=True),
+    Step(rules=("L76",), needs="skip lists", decide=Resolver.unwanted, about="unwanted"),
+    Step(rules=("L77", "L91"), needs="tie of head and embedding", decide=Resolver.tied_head, about="tied head"),
+    Step(rules=("L68",), needs="layer number, stage", decide=Resolver.other_stage, about="another stage's"),
+    Step(rules=("L69",), needs="stage", decide=Resolver.foreign_final_norm, about="another stage's final norm"),
+    Step(rules=("L91", "L72"), needs="shells", decide=Resolver.own_name, about="a shell's own name"),
+    Step(rules=("L66",), needs="nothing", decide=Resolver.rotary_cache, about="rotary cache"),
+    Step(rules=("L67",), needs="shells", decide=Resolver.foreign_indexer, about="indexer that is not here"),
+    Step(rules=("L82",), needs="shells", decide=Resolver.kv_scale, about="scale of the KV cache"),
     Step(
         rules=("L54", "L55", "L83"),
         needs="stacked rows, shells",
-        decide=Resolver._stacked,
+        decide=Resolver.stacked,
         about="part of a fused projection",
     ),
     Step(
         rules=("L59", "L62", "L63", "L125", "L55", "L83"),
         needs="expert number, expert placement, shells",
-        decide=Resolver._expert,
+        decide=Resolver.expert,
         about="matrix of an expert, or of all of them",
     ),
-    Step(rules=("L83",), needs="shells", decide=Resolver._block_scale, about="block scale of another spelling"),
+    Step(rules=("L83",), needs="shells", decide=Resolver.block_scale, about="block scale of another spelling"),
     Step(
-        rules=("L82",), needs="shells", decide=Resolver._scale_without_shell, about="scale of a KV cache without scales"
+        rules=("L82",), needs="shells", decide=Resolver.scale_without_shell, about="scale of a KV cache without scales"
     ),
-    Step(rules=("L55",), needs="optional suffixes", decide=Resolver._optional, about="optional, without a shell"),
-    Step(rules=("L70",), needs="all of the above", decide=Resolver._unknown, about="unknown"),
+    Step(rules=("L55",), needs="optional suffixes", decide=Resolver.optional, about="optional, without a shell"),
+    Step(rules=("L70",), needs="all of the above", decide=Resolver.unknown, about="unknown"),
 )
 
 

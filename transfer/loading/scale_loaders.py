@@ -195,7 +195,7 @@ class ExpertScaleLoader:
             raise misfit(name, tensor, shell, hint=f"the parameter was planned as {list(self.shell_shape)}")
         if slot is None:
             write_all(self._fused_writes(shell, tensor, name=name), name=name, casts=self.casts)
-            return self.slots
+            return self._experts.routed_slots(self.parts)
         if not isinstance(slot, ExpertPart) or slot.part not in self.parts:
             raise no_such_slot(name, slot, self.parts)
         indices = self._experts.indices(slot.expert, name=name)
@@ -272,7 +272,7 @@ class ExpertInputScaleLoader:
         if slot is None:
             pairs = self._experts.pairs(tensor, shell, name=name)
             write_all([Write(shell[index], piece) for index, piece in pairs], name=name, casts=self.casts)
-            return self.slots
+            return self._experts.routed_slots(self.parts)
         if not isinstance(slot, ExpertPart) or slot.part not in self.parts:
             raise no_such_slot(name, slot, self.parts)
         indices = self._experts.indices(slot.expert, name=name)

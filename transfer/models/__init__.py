@@ -3,6 +3,12 @@
 from weightwire.transfer.models.blueprint import Blueprint, BuildOptions
 from weightwire.transfer.models.building import AliasTable, MemoryAccount, build_defaults, materialise, memory_phase
 from weightwire.transfer.models.config import ExpertConfig, Fp8Config, ModelConfig
+from weightwire.transfer.models.deepseek_v3 import (
+    DeepseekV2ForCausalLM,
+    DeepseekV3ForCausalLM,
+    DeepseekV3ForCausalLMNextN,
+)
+from weightwire.transfer.models.latent_config import IndexerConfig, LatentConfig
 from weightwire.transfer.models.llama import LlamaForCausalLM
 from weightwire.transfer.models.plain import PlainTree, build_plain
 from weightwire.transfer.models.qwen2 import Qwen2ForCausalLM
@@ -20,8 +26,13 @@ __all__ = [
     "AliasTable",
     "Blueprint",
     "BuildOptions",
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "DeepseekV3ForCausalLMNextN",
     "ExpertConfig",
     "Fp8Config",
+    "IndexerConfig",
+    "LatentConfig",
     "LlamaForCausalLM",
     "MemoryAccount",
     "ModelConfig",

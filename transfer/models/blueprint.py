@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal, TypeAlias
 
 import torch
 
@@ -17,7 +18,10 @@ from weightwire.transfer.loading.fused_loaders import QkvGeometry
 from weightwire.transfer.loading.mappers import WeightsMapper
 from weightwire.transfer.loading.vocabulary import VocabLoader, padded_vocab
 from weightwire.transfer.models.config import ExpertConfig, ModelConfig
+from weightwire.transfer.models.latent_config import LatentConfig
 from weightwire.transfer.ranks import ExpertPlacement, RankPlace, stage_layers
+
+Role: TypeAlias = Literal["main", "draft"]
 
 # Rows of the vocabulary come in multiples of so many for each tensor-parallel rank.
 _VOCAB_MULTIPLE = 64
@@ -39,6 +43,8 @@ class BuildOptions:
         w13_up_first: Whether the kernel wants the up half of `w13` before the gate half.
         kv_scales: Whether there are shells for scales of the KV cache. They begin as 1, and may stay so.
         separate_head: Whether a tied head has a shell of its own although the embedding lies on the same rank.
+        fuse_shared_expert: Whether the shared expert is one more expert of the grouped shells instead of an MLP.
+        role: Whether the shells are those of the model, or of the layer behind its last one that drafts tokens.
     """
 
     device: torch.device | str = "cpu"
@@ -51,6 +57,8 @@ class BuildOptions:
     w13_up_first: bool = False
     kv_scales: bool = False
     separate_head: bool = False
+    fuse_shared_expert: bool = False
+    role: Role = "main"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,10 +121,22 @@ class Blueprint:
             num_heads=self.config.num_heads,
             num_kv_heads=self.config.num_kv_heads,
             head_dim=self.config.head_dim,
-            v_head_dim=self.config.head_dim,
+            v_head_dim=self.config.latent.v if self.config.latent else self.config.head_dim,
             group=self.place.tensor,
             pad_heads=self.options.pad_heads,
         )
+
+    @property
+    def latent(self) -> LatentConfig:
+        """Raises:
+        ConfigError: If the model's attention is of another kind.
+        """
+        if self.config.latent is None:
+            raise ConfigError(
+                f"config.json: field 'kv_lora_rank' is missing, expected it for {self.config.architecture}",
+                field="kv_lora_rank",
+            )
+        return self.config.latent
 
     def vocabulary(self) -> VocabLoader:
         """The rows of embedding and head."""
@@ -152,10 +172,27 @@ class Blueprint:
         count, ep = self.config.experts.num_experts, self.place.expert.size
         with self.naming("experts"):
             if self.options.expert_map is None:
-                return ExpertPlacement.equal(count, ep)
+                return ExpertPlacement.equal(count, ep).with_shared(self.num_fused_shared)
             if len(self.options.expert_map) != ep:
                 raise TopologyError(f"expert map: made for {len(self.options.expert_map)} ranks, expected ep={ep}")
-            return ExpertPlacement.from_map(count, self.options.expert_map)
+            return ExpertPlacement.from_map(count, self.options.expert_map).with_shared(self.num_fused_shared)
+
+    @property
+    def num_fused_shared(self) -> int:
+        """Shared experts that pose as routed ones.
+
+        Raises:
+            ConfigError: If the model has none of a routed expert's size, or several (L87, L120).
+        """
+        if not self.options.fuse_shared_expert:
+            return 0
+        if self.experts.num_shared != 1:
+            raise ConfigError(
+                f"config.json: field 'n_shared_experts' is {self.experts.num_shared}, expected 1 for a shared expert "
+                "that poses as a routed one (fuse_shared_expert)",
+                field="n_shared_experts",
+            )
+        return 1
 
     def expert_loader(self, casts: CastPolicy) -> ExpertLoader:
         """For `w13`; that of `w2` comes from it, so that both are cut by one rule."""

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from weightwire.transfer.checkpoint.untrusted_json import parse_object, quoted
+from weightwire.transfer.checkpoint.untrusted_json import parse_object
 from weightwire.transfer.dtypes import BY_NAME
 from weightwire.transfer.errors import CheckpointError, ConfigError
 from weightwire.transfer.loading.resolver import is_tied
@@ -43,6 +43,7 @@ class ExpertConfig:
         intermediate_size: Of one routed expert.
         shared_intermediate_size: Of the shared expert that stands beside the routed ones; None if there is none.
         num_shared: Shared experts of the size of a routed one that the shared expert is, where the file counts them.
+        selection: How the router selects, where the file names it.
         sparse_step: Every so-manieth layer has experts.
         dense_layers: Layers that have none all the same.
     """
@@ -51,6 +52,7 @@ class ExpertConfig:
     intermediate_size: int
     shared_intermediate_size: int | None = None
     num_shared: int = 0
+    selection: str | None = None
     sparse_step: int = 1
     dense_layers: frozenset[int] = frozenset()
 
@@ -250,6 +252,7 @@ def _experts(fields: Fields) -> ExpertConfig | None:
             num_shared * size if num_shared else fields.optional_size("shared_expert_intermediate_size")
         ),
         num_shared=num_shared,
+        selection=fields.text("topk_method"),
         sparse_step=fields.optional_size("decoder_sparse_step") or 1,
         dense_layers=frozenset(fields.integers("mlp_only_layers")) | _dense_by_position(fields),
     )

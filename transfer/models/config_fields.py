@@ -70,6 +70,12 @@ class Fields:
         _, value = self.find(name)
         return 0 if value == 0 and not isinstance(value, bool) else self.optional_size(name)
 
+    def text(self, name: str) -> str | None:
+        _, value = self.find(name)
+        if value is not None and not isinstance(value, str):
+            raise refusal(name, value, "a text")
+        return value
+
     def flag(self, name: str) -> bool | None:
         _, value = self.find(name)
         if value is not None and not isinstance(value, bool):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -104,45 +105,53 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """The layers of one pipeline stage, under their numbers in the whole model."""
 
-    def __init__(self, blueprint: Blueprint, traits: Traits) -> None:
+    def __init__(self, blueprint: Blueprint, make_layer: Callable[[int], nn.Module]) -> None:
         super().__init__()
         if blueprint.is_first_stage:
             self.embed_tokens = VocabParallelEmbedding(blueprint)
-        self.layers = nn.ModuleDict(
-            {
-                str(layer): DecoderLayer(blueprint, f"model.layers.{layer}", layer=layer, traits=traits)
-                for layer in blueprint.layers
-            }
-        )
+        self.layers = nn.ModuleDict({str(layer): make_layer(layer) for layer in blueprint.layers})
         if blueprint.is_last_stage:
             self.norm = RMSNorm(blueprint, blueprint.config.hidden_size)
 
 
 class DecoderTree(ParameterTree):
-    """A decoder with an output head. An architecture is a subclass with its `traits`."""
+    """A decoder with an output head. An architecture is a subclass with its `traits`, or with layers of its own."""
 
     config: ModelConfig
     # Whether the architecture can have layers with experts.
     has_experts: ClassVar[bool] = False
+    # The tree of the layers that draft tokens; None for an architecture that has none.
+    draft: ClassVar[type[DecoderTree] | None] = None
 
     def __init__(self, blueprint: Blueprint) -> None:
         super().__init__()
         self.config, self.place = blueprint.config, blueprint.place
         self.placement = blueprint.expert_placement
-        self.model = Decoder(blueprint, self.traits(blueprint.config))
+        self.model = Decoder(blueprint, lambda layer: self.decoder_layer(blueprint, layer))
         if blueprint.is_last_stage:
             self.lm_head = ParallelLMHead(blueprint)
             if self.config.tie_word_embeddings and blueprint.is_first_stage and not blueprint.options.separate_head:
                 self.lm_head.weight = self.model.embed_tokens.weight
-        self.seal(self._tables(blueprint))
+        self.seal(self.tables_of(blueprint))
 
     @classmethod
     def traits(cls, config: ModelConfig) -> Traits:
         """Which optional parameters the model has."""
         return Traits()
 
-    @staticmethod
-    def _tables(blueprint: Blueprint) -> NameTables:
+    @classmethod
+    def decoder_layer(cls, blueprint: Blueprint, layer: int) -> nn.Module:
+        """One layer of the decoder.
+
+        Args:
+            blueprint: See `build_model`.
+            layer: Its number in the whole model.
+        """
+        return DecoderLayer(blueprint, f"model.layers.{layer}", layer=layer, traits=cls.traits(blueprint.config))
+
+    @classmethod
+    def tables_of(cls, blueprint: Blueprint) -> NameTables:
+        """What the names of the checkpoint mean on this rank."""
         config = blueprint.config
         return NameTables(
             layers=blueprint.layers,

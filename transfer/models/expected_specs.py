@@ -16,6 +16,7 @@ from weightwire.transfer.errors import ConfigError
 from weightwire.transfer.loading.base_loaders import AxisCuts, WholeLoader, loader_of
 from weightwire.transfer.loading.expert_loaders import ExpertLoader
 from weightwire.transfer.loading.expert_names import ExpertTable
+from weightwire.transfer.loading.halves import HalvesLoader
 from weightwire.transfer.loading.mappers import WeightsMapper
 from weightwire.transfer.loading.module_shells import shells_of
 from weightwire.transfer.loading.outcomes import Outcome
@@ -51,6 +52,7 @@ def expected_specs(config: ModelConfig) -> tuple[CheckpointSpec, ...]:
         loader, dtype = loader_of(shell), dtype_of(shell).name
         for slot in loader.slots:
             shape = _shape(shell, loader, slot)
+            told = loader.checkpoint_spec(slot)[0] if isinstance(loader, HalvesLoader) else None
             names = () if shape is None else _candidates(target, slot, tree.tables, has_blocks=bool(shape))
             name = next((name for name in names if _leads_to(resolver, name, target, slot)), None)
             if shape is None or name is None:
@@ -59,7 +61,9 @@ def expected_specs(config: ModelConfig) -> tuple[CheckpointSpec, ...]:
                     "how large that is, expected a folder with the checkpoint's files beside config.json",
                     tensor=target,
                 )
-            found.append(CheckpointSpec(name=name, dtype=dtype, shape=shape))
+            found.append(
+                CheckpointSpec(name=name, dtype=str(told).removeprefix("torch.") if told else dtype, shape=shape)
+            )
     return tuple(found)
 
 
@@ -77,6 +81,8 @@ def _shape(shell: torch.Tensor, loader: ShellLoader, slot: SlotId) -> tuple[int,
         return (loader.intermediate, shape[2]) if loader.matrix == "w13" else (shape[1], loader.intermediate)
     if isinstance(loader, PartScaleLoader | ExpertScaleLoader | ExpertInputScaleLoader):
         return ()
+    if isinstance(loader, HalvesLoader):
+        return loader.checkpoint_spec(slot)[1]
     cuts = getattr(loader, "cuts", None)
     if not isinstance(cuts, AxisCuts):
         return None
@@ -88,7 +94,8 @@ def _candidates(target: str, slot: SlotId, tables: NameTables, *, has_blocks: bo
     if isinstance(slot, ExpertPart):
         name = _expert_name(target, slot, tables.experts)
     else:
-        name = target if slot is None else _part_name(target, slot, tables.stacked)
+        found = (_part_name(target, slot, table) for table in (tables.stacked, *tables.further_parts))
+        name = target if slot is None else next((name for name in found if name), None)
     if name is None:
         return
     if name.endswith(_SCALES):
@@ -99,12 +106,13 @@ def _candidates(target: str, slot: SlotId, tables: NameTables, *, has_blocks: bo
 
 
 def _part_name(target: str, slot: SlotId, table: StackedTable) -> str | None:
-    """The part of a fused shell that a slot is."""
-    parts = {row.fused: row.part for row in table.rows if row.slot == slot}
+    """The part of a fused shell that a slot is, or the scale of a part."""
+    part_slot, _, leaf = slot.partition(".") if isinstance(slot, str) else (slot, "", "")
+    parts = {row.fused: row.part for row in table.rows if row.slot == part_slot}
     components = target.split(".")
     for index in range(len(components) - 1, -1, -1):
         if part := parts.get(components[index]):
-            return ".".join((*components[:index], part, *components[index + 1 :]))
+            return ".".join((*components[:index], part, *([leaf] if leaf else components[index + 1 :])))
     return None
 
 

@@ -117,11 +117,27 @@ def _last(path: str) -> tuple[str, ...]:
 
 
 class ReplicatedLinear(Linear):
-    """Whole on every rank; never quantised, being small: routers."""
+    """Whole on every rank; not quantised unless that is said, being small: routers."""
 
-    def __init__(self, blueprint: Blueprint, path: str, *, inputs: int, outputs: int) -> None:
-        shape = LinearShape(path=path, parts=_last(path), rows=outputs, cols=inputs, loader=WholeLoader)
-        super().__init__(blueprint, shape, quantised=False)
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        path: str,
+        *,
+        inputs: int,
+        outputs: int,
+        bias: bool = False,
+        quantised: bool = False,
+    ) -> None:
+        shape = LinearShape(
+            path=path,
+            parts=_last(path),
+            rows=outputs,
+            cols=inputs,
+            loader=WholeLoader,
+            bias=WholeLoader if bias else None,
+        )
+        super().__init__(blueprint, shape, quantised=quantised)
 
 
 class ColumnParallelLinear(Linear):

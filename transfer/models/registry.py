@@ -125,7 +125,7 @@ def _build(tree: type[DecoderTree], blueprint: Blueprint) -> DecoderTree:
 def _plan(
     config: ModelConfig, topology: Topology, rank: int, options: BuildOptions
 ) -> tuple[type[DecoderTree], Blueprint]:
-    tree = find_architecture(config.architecture)
+    tree = _tree_of(config, options)
     if config.experts is not None and not tree.has_experts:
         raise ConfigError(
             f"config.json: field 'num_experts' is {config.experts.num_experts}, but {config.architecture} "
@@ -134,6 +134,19 @@ def _plan(
         )
     blueprint = Blueprint(config=config, place=RankPlace.of(topology, rank), options=options)
     return tree, replace(blueprint, renames=_renames(tree, config))
+
+
+def _tree_of(config: ModelConfig, options: BuildOptions) -> type[DecoderTree]:
+    tree = find_architecture(config.architecture)
+    if options.role == "main":
+        return tree
+    if tree.draft is None or config.num_draft_layers != 1:
+        raise ConfigError(
+            f"config.json: field 'num_nextn_predict_layers' is {config.num_draft_layers}, expected one layer "
+            f"of {config.architecture} that drafts tokens",
+            field="num_nextn_predict_layers",
+        )
+    return tree.draft
 
 
 def _renames(tree: type[DecoderTree], config: ModelConfig) -> WeightsMapper:
