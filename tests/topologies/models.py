@@ -30,6 +30,25 @@ _WIDE: Mapping[str, object] = {
     "head_dim": 4,
 }
 _EXPERTS: Mapping[str, object] = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
+# Nothing of the latent vectors divides by anything else; heads and experts go as far as eight and four ranks.
+_LATENT: Mapping[str, object] = {
+    **_SMALL,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "hidden_size": 40,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +96,8 @@ MODELS: Mapping[str, Model] = {
     "qwen3_moe, six experts on two": Model(
         stem="Qwen3Moe", members={**_WIDE, **_EXPERTS, "num_experts": 6}, tp=(1, 2), ep=(1, 2)
     ),
+    "deepseek_v2": Model(stem="DeepseekV2", members={**_LATENT, "q_lora_rank": None}, tp=(1, 2, 4), ep=(1, 2)),
+    "deepseek_v3": Model(stem="DeepseekV3", members={**_LATENT, "q_lora_rank": 14}, tp=(1, 2, 4, 8), ep=(1, 2, 4)),
     "qwen3_moe, wide": Model(
         stem="Qwen3Moe", members={**_WIDE, **_EXPERTS, "num_experts": 8}, tp=(1, 2, 4, 8), ep=(1, 2, 4)
     ),

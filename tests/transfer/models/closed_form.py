@@ -15,7 +15,8 @@ Shells = dict[str, torch.Tensor]
 
 def expected_shells(saved: Saved, topology: Topology, rank: int, *, vocab_multiple: int) -> Shells:
     """Every shell of one rank by runtime name, from an unfused checkpoint."""
-    return _Rank(saved, topology, rank, vocab_multiple).shells()
+    kind = _DeepseekRank if saved.config.architecture.startswith("Deepseek") else _Rank
+    return kind(saved, topology, rank, vocab_multiple).shells()
 
 
 def copies_of(name: str, saved: Saved, topology: Topology) -> int:
@@ -25,7 +26,11 @@ def copies_of(name: str, saved: Saved, topology: Topology) -> int:
         return 2 if saved.config.tie_word_embeddings and pp > 1 else 1
     if re.search(r"\.[kv]_proj\.", name):
         return max(1, tp // saved.config.num_kv_heads)
-    whole = re.search(r"norm\.weight$|\.gate\.weight$|shared_expert_gate|(o_proj|down_proj)\.bias$", name)
+    whole = re.search(
+        r"norm\.weight$|\.gate\.weight$|shared_expert_gate|(o_proj|down_proj)\.bias$"
+        r"|\.(q_a_proj|kv_a_proj_with_mqa)\.|\.indexer\.|e_score_correction_bias$",
+        name,
+    )
     return tp if whole else 1
 
 
@@ -102,6 +107,32 @@ class _Rank:
             "mlp.experts.w13_weight": torch.stack(gate_up),
             "mlp.experts.w2_weight": torch.stack([cut(expert, "down_proj", 1) for expert in mine]),
         }
+
+
+class _DeepseekRank(_Rank):
+    """Latent attention: what heads share is whole everywhere, and heads are dealt in blocks."""
+
+    def _layer(self, local: Mapping[str, torch.Tensor]) -> Shells:
+        found = {name: self._piece(name, tensor) for name, tensor in local.items() if ".experts." not in name}
+        for first, second, fused in (
+            ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa", "self_attn.fused_qkv_a_proj_with_mqa"),
+            ("self_attn.indexer.wk", "self_attn.indexer.weights_proj", "self_attn.indexer.wk_weights_proj"),
+            ("mlp.gate_proj", "mlp.up_proj", "mlp.gate_up_proj"),
+            ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", "mlp.shared_experts.gate_up_proj"),
+        ):
+            for leaf in ("weight", "bias"):
+                if f"{first}.{leaf}" in found:
+                    parts = [found.pop(f"{part}.{leaf}") for part in (first, second)]
+                    found[f"{fused}.{leaf}"] = torch.cat(parts)
+        return found | self._experts(local)
+
+    def _piece(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if re.search(r"\.(q|q_b|kv_b|gate|up)_proj\.weight$", name):
+            return self._column(tensor)
+        if re.search(r"\.(o|down)_proj\.weight$", name):
+            return tensor.chunk(self.tp, dim=1)[self.tp_rank]
+        # Both are exact in float32, which the model keeps them in.
+        return tensor.float() if re.search(r"indexer\.k_norm|e_score_correction_bias", name) else tensor
 
 
 Family = Callable[[str], Saved]

@@ -63,6 +63,24 @@ _SIZES: Mapping[str, object] = {
     "tie_word_embeddings": False,
 }
 _EXPERTS: Mapping[str, object] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 4}
+_DEEPSEEK: Mapping[str, object] = {
+    **_SIZES,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 4,
+    "n_shared_experts": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "kv_lora_rank": 5,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 3,
+    "q_lora_rank": 6,
+}
+_INDEXER: Mapping[str, object] = {"index_n_heads": 2, "index_head_dim": 4, "index_topk": 2}
 # Each family: the name of its classes in transformers, and its sizes.
 _MODELS: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "llama": ("Llama", _SIZES),
@@ -75,6 +93,9 @@ _MODELS: Mapping[str, tuple[str, Mapping[str, object]]] = {
         "Qwen2Moe",
         {**_SIZES, **_EXPERTS, "shared_expert_intermediate_size": 8, "qkv_bias": False},
     ),
+    "deepseek_v2": ("DeepseekV2", {**_DEEPSEEK, "q_lora_rank": None}),
+    "deepseek_v3": ("DeepseekV3", {**_DEEPSEEK, "attention_bias": True}),
+    "deepseek_v32": ("DeepseekV32", {**_DEEPSEEK, **_INDEXER, "n_shared_experts": 1}),
 }
 FAMILIES = tuple(_MODELS)
 
@@ -91,6 +112,9 @@ def stock_model(family: str) -> PreTrainedModel:
     for parameter in model.parameters():
         # Norms and biases begin as ones and zeros, which every mistake leaves as they are.
         torch.nn.init.normal_(parameter)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer)
     return model
 
 

@@ -55,6 +55,13 @@ TOPOLOGIES = [
     ("qwen3_moe", Topology(tp=4, ep=4)),
     ("qwen2_moe", Topology(tp=2, ep=1)),
     ("qwen2_moe without biases", Topology(tp=2, ep=2)),
+    ("deepseek_v2", Topology()),
+    ("deepseek_v2", Topology(tp=2, pp=2)),
+    ("deepseek_v3", Topology(tp=2)),
+    ("deepseek_v3", Topology(tp=4, pp=3, ep=2)),
+    ("deepseek_v3", Topology(pp=2)),
+    ("deepseek_v32", Topology(tp=4)),
+    ("deepseek_v32", Topology(tp=2, ep=2)),
 ]
 
 

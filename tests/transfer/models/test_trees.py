@@ -20,7 +20,7 @@ WITH_EXPERTS = (*DENSE, Topology(tp=2, ep=2), Topology(tp=4, ep=2), Topology(tp=
 CASES = [
     pytest.param(family, topology, id=f"{family} on tp {topology.tp}, pp {topology.pp}, ep {topology.ep}")
     for family in FAMILIES
-    for topology in (WITH_EXPERTS if "moe" in family else DENSE)
+    for topology in (WITH_EXPERTS if "moe" in family or "deepseek" in family else DENSE)
 ]
 
 
@@ -69,7 +69,7 @@ def test_all_ranks_together_hold_every_checkpoint_element_once(family: str, topo
 
 
 # L125
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "deepseek_v3"])
 @pytest.mark.parametrize("topology", [Topology(), Topology(tp=4, ep=2)], ids=["alone", "on tp 4, ep 2"])
 @pytest.mark.parametrize("central", [False, True], ids=["by tables", "by a walk"])
 def test_experts_that_are_fused_in_the_checkpoint_land_alike(
