@@ -34,21 +34,21 @@ def scale_slot(part: str) -> str:
 class HoldsHalves(Protocol):
     """A loader that may be left with one half of a pair."""
 
-    def missing_halves(self, name: str) -> tuple[str, ...]:
-        """Ends of the checkpoint names that are still awaited for the shell `name`."""
+    def missing_halves(self) -> tuple[str, ...]:
+        """Ends of the checkpoint names that are still awaited."""
         ...
 
-    def forget_halves(self, name: str) -> None:
+    def forget_halves(self) -> None:
         """Let go of what an earlier load left."""
         ...
 
 
 def forget_halves(shells: Mapping[str, torch.Tensor]) -> None:
     """Begin a load with nothing left over from one that failed."""
-    for name, shell in shells.items():
+    for shell in shells.values():
         loader: object = attached_loader(shell)
         if isinstance(loader, HoldsHalves):
-            loader.forget_halves(name)
+            loader.forget_halves()
 
 
 def check_halves(shells: Mapping[str, torch.Tensor]) -> None:
@@ -73,12 +73,14 @@ def _missing(shells: Iterable[tuple[str, torch.Tensor]]) -> Iterable[str]:
         loader: object = attached_loader(shell)
         if isinstance(loader, HoldsHalves):
             path = name.rpartition(".")[0].rpartition(".")[0]
-            yield from (f"{path}.{end}" for end in loader.missing_halves(name))
+            yield from (f"{path}.{end}" for end in loader.missing_halves())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HalvesLoader:
     """Whole parts one behind the other in a bfloat16 shell, of which some may come as FP8 with block scales (L127).
+
+    Each shell has a loader of its own, so that halves of two layers never meet.
 
     Attributes:
         parts: Each part and its rows, in the order of the shell.
@@ -93,10 +95,8 @@ class HalvesLoader:
     cols: int
     block: Block = (128, 128)
     casts: CastPolicy = SAME_DTYPE
-    # By shell and part: a scale that came before its weight; None while the weight waits in the shell.
-    _waiting: dict[tuple[str, str], torch.Tensor | None] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    # By part: a scale that came before its weight; None while the weight waits in the shell.
+    _waiting: dict[str, torch.Tensor | None] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def is_traceable(self) -> bool:
@@ -125,6 +125,10 @@ class HalvesLoader:
         part = str(slot).removesuffix(f".{SCALE_LEAF}")
         return torch.float32, num_blocks(rows[part], self.cols, self.block)
 
+    def fingerprint_facts(self) -> dict[str, str]:
+        """How the values came leaves no trace in the shell."""
+        return {"quantised": "", "block": ""}
+
     def load(self, shell: torch.Tensor, tensor: torch.Tensor, slot: SlotId, *, name: str) -> tuple[SlotId, ...]:
         """See `ShellLoader.load`; slot None is a tensor of all parts, none of them quantised."""
         if slot is None:
@@ -141,25 +145,25 @@ class HalvesLoader:
     def _take_weight(self, shell: torch.Tensor, tensor: torch.Tensor, part: str, *, name: str) -> tuple[SlotId, ...]:
         is_half = part in self.quantised and tensor.dtype == FP8
         casts = self.casts.extended(_EXACT) if is_half else self.casts
-        scale = self._waiting.get((name, part))
+        scale = self._waiting.get(part)
         if is_half and scale is not None:
             self._check_scale(shell, scale, part, name=name)
         write_all(self._cuts.writes(shell, tensor, part, name=name), name=name, casts=casts)
         if not is_half:
             return (part, scale_slot(part)) if part in self.quantised else (part,)
         if scale is None:
-            self._waiting[name, part] = None
+            self._waiting[part] = None
         else:
-            del self._waiting[name, part]
+            del self._waiting[part]
             self._multiply(shell, scale, part)
         return (part,)
 
     def _take_scale(self, shell: torch.Tensor, tensor: torch.Tensor, part: str, *, name: str) -> None:
         self._check_scale(shell, tensor, part, name=name)
-        if self._waiting.get((name, part), tensor) is not None:
-            self._waiting[name, part] = own(tensor)
+        if self._waiting.get(part, tensor) is not None:
+            self._waiting[part] = own(tensor)
             return
-        del self._waiting[name, part]
+        del self._waiting[part]
         self._multiply(shell, tensor, part)
 
     def _check_scale(self, shell: torch.Tensor, scale: torch.Tensor, part: str, *, name: str) -> None:
@@ -174,18 +178,13 @@ class HalvesLoader:
             rows = shell.narrow(0, cut.at, cut.width)
             rows.copy_(scale_blocks(rows, scale, self.block))
 
-    def missing_halves(self, name: str) -> tuple[str, ...]:
+    def missing_halves(self) -> tuple[str, ...]:
         """See `HoldsHalves`."""
-        return tuple(
-            scale_slot(part) if scale is None else f"{part}.weight"
-            for (shell, part), scale in self._waiting.items()
-            if shell == name
-        )
+        return tuple(scale_slot(part) if scale is None else f"{part}.weight" for part, scale in self._waiting.items())
 
-    def forget_halves(self, name: str) -> None:
+    def forget_halves(self) -> None:
         """See `HoldsHalves`."""
-        for key in [key for key in self._waiting if key[0] == name]:
-            del self._waiting[key]
+        self._waiting.clear()
 
     @property
     def _cuts(self) -> AxisCuts:
