@@ -14,6 +14,7 @@ from weightwire.service.settings import proxies_of
 from weightwire.transfer.address import Address
 from weightwire.transfer.errors import RequestError, SettingsError
 from weightwire.transfer.loading.loop import UnexpectedPolicy
+from weightwire.transfer.models.blueprint import Role
 from weightwire.transfer.staging import Staging
 from weightwire.transfer.wire.connecting import Network
 from weightwire.transfer.wire.sockets import SocketOptions
@@ -240,6 +241,17 @@ ExpertMap = Annotated[
         show_default=False, rich_help_panel=_LAYOUT,
     ),
 ]  # fmt: skip
+RoleName = Annotated[
+    str,
+    typer.Option("--role", help="main, or draft: the layer behind a model's last one alone.", rich_help_panel=_LAYOUT),
+]
+FuseSharedExpert = Annotated[
+    bool,
+    typer.Option(
+        "--fuse-shared-expert", help="Lay a shared expert behind the routed ones, in the same tensors.",
+        rich_help_panel=_LAYOUT,
+    ),
+]  # fmt: skip
 Unexpected = Annotated[
     str, typer.Option(help="What to do about names that the model has no place for: refuse or warn.")
 ]
@@ -270,6 +282,15 @@ def unexpected_policy(text: str) -> UnexpectedPolicy:
     if text not in ("refuse", "warn"):
         raise SettingsError(f"--unexpected {text!r}: expected refuse or warn")
     return "refuse" if text == "refuse" else "warn"
+
+
+def chosen_role(text: str) -> Role:
+    """Raises:
+    SettingsError: If it is no role.
+    """
+    if text not in ("main", "draft"):
+        raise SettingsError(f"--role {text!r}: expected main or draft")
+    return "draft" if text == "draft" else "main"
 
 
 DEFAULT_SERVICE = "http://127.0.0.1:8700"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -91,6 +91,8 @@ def load(
     vocab_multiple: flags.VocabMultiple = None,
     pad_heads: flags.PadHeads = False,
     expert_map: flags.ExpertMap = None,
+    role: flags.RoleName = "main",
+    fuse_shared_expert: flags.FuseSharedExpert = False,
     load_format: flags.LoadFormatName = "auto",
     pt_fallback: flags.PtFallback = False,
     unexpected: flags.Unexpected = "refuse",
@@ -118,7 +120,10 @@ def load(
     try:
         kind = served_format(load_format)
         topology = chosen_topology(tp=tp, pp=pp, ep=ep)
-        options = build_options(vocab_multiple=vocab_multiple, pad_heads=pad_heads, expert_map=expert_map)
+        options = replace(
+            build_options(vocab_multiple=vocab_multiple, pad_heads=pad_heads, expert_map=expert_map),
+            role=flags.chosen_role(role), fuse_shared_expert=fuse_shared_expert,
+        )  # fmt: skip
         request = TreeRequest(
             folder=checkpoint_dir, topology=topology or Topology(), load_format=kind, allow_pt_fallback=pt_fallback,
             build=options, unexpected=flags.unexpected_policy(unexpected),

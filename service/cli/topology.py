@@ -78,6 +78,8 @@ def check_unused(*, rank: str, options: BuildOptions) -> None:
         "--vocab-multiple": options.vocab_multiple is not None,
         "--pad-heads": options.pad_heads,
         "--expert-map": options.expert_map is not None,
+        "--role": options.role != "main",
+        "--fuse-shared-expert": options.fuse_shared_expert,
     }
     unused = [flag for flag, is_given in given.items() if is_given]
     if unused:

@@ -131,7 +131,9 @@ def answers(tmp_path_factory: pytest.TempPathFactory, without_variables: None) -
         found["load for a topology"] = finished("load", str(model), "--tp", "2")
         found["load that failed"] = finished("load", str(model), "--tp", "3")
         shutil.copy(model / "model.safetensors", model / "consolidated.safetensors")
-        found["inspect"] = finished("inspect", str(model))
+        found["inspect"] = finished(
+            "inspect", str(model), "--explain", "model.layers.0.self_attn.q_proj.weight", "--tp", "2", "--rank", "1"
+        )
         found["bench pull"] = finished("bench", "pull", "--mib", "1")
         found["pull --serve"] = stack.enter_context(started(*pull, "--serve"))
         yield found

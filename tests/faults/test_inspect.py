@@ -14,7 +14,7 @@ from tests.faults.checkpoints import DECODER, decoder, total_bytes, write_checkp
 from tests.faults.processes import Json, Lab
 
 MEMBERS = {"folder", "container", "index", "architecture", "has_tree", "refusal", "revision", "files", "tensors",
-           "bytes", "dtypes", "diagnostics", "error"}  # fmt: skip
+           "bytes", "dtypes", "diagnostics", "explained", "error"}  # fmt: skip
 V_PROJ = "model.layers.1.self_attn.v_proj.weight"
 
 

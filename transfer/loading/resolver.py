@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import heapq
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import TypeAlias
@@ -218,14 +218,22 @@ class Resolver:
         return "".join(f"; nearest to {name!r}: {', '.join(map(repr, shells))}" for name, shells in found if shells)
 
     def _decide(self, source: str) -> tuple[int, tuple[NameOutcome, ...]]:
+        for index, found in self.trail(source):
+            if not isinstance(found, Query):
+                return index, found
+        raise AssertionError("the last step always answers")
+
+    def trail(self, source: str) -> Iterator[tuple[int, Query | Outcomes]]:
+        """Steps that had an answer, by their index in `steps`: renames, and last the one that ends the name."""
         query = self._query(source)
         for index, step in enumerate(self._steps):
             found = step.decide(self, query)
             if isinstance(found, Query):
                 query = found
+                yield index, found
             elif found:
-                return index, found
-        raise AssertionError("the last step always answers")
+                yield index, found
+                return
 
     def _query(self, source: str) -> Query:
         return Query(source=source, mapped=self._tables.mapper.apply(source))
