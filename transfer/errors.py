@@ -14,7 +14,8 @@
     │   ├── TopologyError           a topology that the model cannot have
     │   ├── NamesError              checkpoint names that no rule knows
     │   ├── PlacementError          a tensor that does not fit the place it is meant for
-    │   └── SlotsError              slots that nothing filled, or that were filled twice
+    │   ├── SlotsError              slots that nothing filled, or that were filled twice
+    │   └── FinishError             shells that cannot be finished, or an update that ended half way
     ├── IntegrityError              bytes that are not the promised ones
     │   ├── ChecksumError           one chunk differs from its checksum
     │   └── CoverageError           elements that nothing filled
@@ -153,6 +154,15 @@ class SlotsError(LoadError):
     """
 
     code = "slots_unfilled"
+
+
+class FinishError(LoadError):
+    """Derived tensors or kernel forms that cannot be made of the shells as they are.
+
+    Of an update that ended half way, `facts["new"]`, `facts["old"]` and `facts["torn"]` list slots as `name[slot]`.
+    """
+
+    code = "finish_failed"
 
 
 class IntegrityError(TransferError):

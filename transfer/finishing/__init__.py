@@ -1,0 +1,1 @@
+"""What is made of shells once they are filled: forms that kernels take, and tensors derived from placed ones."""
