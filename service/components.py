@@ -67,13 +67,14 @@ def build_components(settings: Settings, *, store: Store, clock: Callable[[], fl
         return Figures(
             transfers=transfers.states(),
             active_readers=transfers.active_readers().total(),
+            quarantined={name: verdict.code for name, verdict in transfers.verdicts().items()},
             leases=sum(
                 process.is_live(now) for instance in registry.instances() for process in instance.ranks.values()
             ),
         )
 
     metrics = Metrics(read_figures)
-    transfers = Transfers(store, clock=clock, observers=(metrics, changes))
+    transfers = Transfers(store, clock=clock, observers=(metrics, changes), quarantine_s=settings.quarantine_s)
     return Components(
         settings=settings,
         clock=clock,

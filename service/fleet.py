@@ -55,6 +55,10 @@ class Fleet:
                 found[transfer.target_instance] = granted
         return found
 
+    def is_paused(self, instance_id: str) -> bool:
+        """Whether somebody said that it takes no readers."""
+        return self.instances[instance_id].limits.max_readers == 0
+
     def members(self, relays: Collection[str] = ()) -> list[Member]:
         """Every target that is receiving.
 

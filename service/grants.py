@@ -143,6 +143,10 @@ class Transfer:
             None,
         )
 
+    def nbytes_from(self, instance_id: str) -> int:
+        """What all target ranks have read from an instance."""
+        return sum(sum(rank.nbytes_read.get(instance_id, {}).values()) for rank in self.ranks)
+
     def seconds(self, now: float) -> float:
         """How long it has been running, or ran."""
         return (now if self.ended_at is None else self.ended_at) - self.created_at

@@ -17,6 +17,8 @@ from weightwire.service.schemas import (
     PROBLEMS,
     InstanceAnswer,
     LeaveQuery,
+    LimitsAnswer,
+    LimitsBody,
     PublishBody,
     Published,
     RegisterBody,
@@ -39,13 +41,30 @@ def register(instance_id: InstanceId, body: RegisterBody, request: Request, part
 
 @router.get("/instances", summary="All instances that are known, with their leases")
 def list_instances(parts: Parts) -> list[InstanceAnswer]:
-    now = parts.clock()
-    return [InstanceAnswer.of(instance, now=now) for instance in parts.registry.instances()]
+    now, verdicts = parts.clock(), parts.transfers.verdicts()
+    return [
+        InstanceAnswer.of(instance, verdict=verdicts.get(instance.instance_id), now=now)
+        for instance in parts.registry.instances()
+    ]
 
 
 @router.get("/instances/{instance_id:segment}", summary="One instance, with its leases")
 def get_instance(instance_id: InstanceId, parts: Parts) -> InstanceAnswer:
-    return InstanceAnswer.of(parts.registry.instance(instance_id), now=parts.clock())
+    verdict = parts.transfers.verdicts().get(instance_id)
+    return InstanceAnswer.of(parts.registry.instance(instance_id), verdict=verdict, now=parts.clock())
+
+
+@router.get("/instances/{instance_id:segment}/limits", summary="What was set at run time")
+def get_limits(instance_id: InstanceId, parts: Parts) -> LimitsAnswer:
+    return LimitsAnswer.of(parts.registry.instance(instance_id).limits)
+
+
+@router.put(
+    "/instances/{instance_id:segment}/limits",
+    summary="Set how many readers and bytes per second it serves, from its next renewal on",
+)
+def set_limits(instance_id: InstanceId, body: LimitsBody, parts: Parts) -> LimitsAnswer:
+    return LimitsAnswer.of(parts.registry.set_limits(instance_id, body.to_overrides()).limits)
 
 
 @router.delete("/instances/{instance_id:segment}", status_code=204, summary="Take an instance, or a rank of it, out")
@@ -102,6 +121,7 @@ def _registered(instance: Instance, body: RegisterBody, parts: Components) -> Re
             for process in processes
         ],
         read_token_sha256=parts.guard.token_digests,
+        limits=LimitsAnswer.of(instance.limits),
         service_version=version("weightwire"),
     )
 

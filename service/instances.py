@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from weightwire.transfer.errors import ConflictError, NotFoundError
 from weightwire.transfer.manifest import Topology
+from weightwire.transfer.wire.limits import LimitOverrides
 
 
 class InstanceState(StrEnum):
@@ -15,6 +16,8 @@ class InstanceState(StrEnum):
 
     READY = "ready"
     INCOMPLETE = "incomplete"
+    PAUSED = "paused"
+    QUARANTINED = "quarantined"
     EXPIRED = "expired"
 
 
@@ -39,6 +42,7 @@ class RankProcess:
         renewed_at: When it was heard of last. Times are in seconds since 1970.
         expires_at: When the lease runs out.
         publication: What it holds; None until it publishes.
+        host: The machine that it was registered from; None if it is not known, or this one.
     """
 
     rank: int
@@ -49,6 +53,7 @@ class RankProcess:
     expires_at: float
     publication: Publication | None = None
     certificate_sha256: str | None = None
+    host: str | None = None
 
     def is_live(self, now: float) -> bool:
         return now < self.expires_at
@@ -62,6 +67,7 @@ class Instance:
         revision: None as long as the instance does not know it (a target that takes whatever is there).
         epoch: All ranks of an instance share it; a higher one replaces the instance wholly.
         ranks: The processes that registered, by rank.
+        limits: What somebody set at run time; each of its processes keeps them by itself.
     """
 
     instance_id: str
@@ -70,6 +76,7 @@ class Instance:
     topology: Topology
     epoch: int
     ranks: dict[int, RankProcess] = field(default_factory=dict)
+    limits: LimitOverrides = field(default_factory=LimitOverrides)
 
     @property
     def expires_at(self) -> float:
@@ -97,10 +104,17 @@ class Instance:
     def state(self, now: float) -> InstanceState:
         if self.expires_at <= now:
             return InstanceState.EXPIRED
-        return InstanceState.READY if self.why_no_source(now) is None else InstanceState.INCOMPLETE
+        if self.why_no_source(now) is None:
+            return InstanceState.READY
+        return InstanceState.PAUSED if self._why_incomplete(now) is None else InstanceState.INCOMPLETE
 
     def why_no_source(self, now: float) -> str | None:
         """What keeps the instance from serving, in words; None if it can serve."""
+        if (reason := self._why_incomplete(now)) is not None:
+            return reason
+        return "takes no readers: its limit was set to 0" if self.limits.max_readers == 0 else None
+
+    def _why_incomplete(self, now: float) -> str | None:
         # In order of rank, so that the same state gives the same reason.
         version: int | None = None
         for rank in range(self.topology.world_size):

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from weightwire.service.instances import Instance
+from weightwire.service.quarantine import Verdict
 from weightwire.transfer.manifest import Topology
 
 
@@ -43,7 +44,14 @@ class Choice:
     reasons: tuple[Reason, ...]
 
 
-def choose_sources(instances: Iterable[Instance], want: Want, *, readers: Mapping[str, int], now: float) -> Choice:
+def choose_sources(
+    instances: Iterable[Instance],
+    want: Want,
+    *,
+    readers: Mapping[str, int],
+    now: float,
+    verdicts: Mapping[str, Verdict] | None = None,
+) -> Choice:
     """Choose among the instances of one model.
 
     A source is live and complete, and has the revision and version that were asked for; its topology may be any.
@@ -56,13 +64,16 @@ def choose_sources(instances: Iterable[Instance], want: Want, *, readers: Mappin
         want: What the target asks for.
         readers: Running transfers of each source instance, by id.
         now: Time at which leases are looked at.
+        verdicts: Instances in quarantine. One about which nobody is certain is taken if no other holds the same.
     """
+    verdicts = verdicts or {}
     reasons: dict[str, str] = {}
     fitting: list[Instance] = []
     for instance in instances:
         if instance.model != want.model or instance.instance_id == want.exclude_instance:
             continue
-        reason = _why_not(instance, want, now)
+        verdict = verdicts.get(instance.instance_id)
+        reason = verdict.reason if verdict is not None and verdict.is_certain else _why_not(instance, want, now)
         if reason is None:
             fitting.append(instance)
         else:
@@ -73,12 +84,18 @@ def choose_sources(instances: Iterable[Instance], want: Want, *, readers: Mappin
     # Open questions are settled among those that fit only: a newer version that nobody can serve does not count.
     version, revision = min(holders, key=lambda held: (-held[0], -holders[held], held[1]))
     sources: list[Instance] = []
+    trusted = any(
+        (instance.weight_version, instance.revision) == (version, revision) and instance.instance_id not in verdicts
+        for instance in fitting
+    )
     for instance in _ordered(fitting, want.topology, readers):
         if (instance.weight_version, instance.revision) != (version, revision):
             reasons[instance.instance_id] = (
                 f"holds revision {instance.revision!r} at weight version {instance.weight_version}, "
                 f"the transfer takes {revision!r} at {version}"
             )
+        elif trusted and instance.instance_id in verdicts:
+            reasons[instance.instance_id] = verdicts[instance.instance_id].reason
         elif len(sources) == want.max_sources:
             reasons[instance.instance_id] = f"{want.max_sources} other sources are preferred"
         else:

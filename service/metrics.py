@@ -28,11 +28,13 @@ class Figures:
         transfers: Known transfers, by state.
         active_readers: Running grants: pairs of a transfer and a source instance.
         leases: Ranks whose lease is live.
+        quarantined: Why sources are in quarantine, as codes by instance.
     """
 
     transfers: Mapping[TransferState, int]
     active_readers: int
     leases: int
+    quarantined: Mapping[str, str]
 
 
 class Metrics:
@@ -104,3 +106,9 @@ class _Gauges(Collector):
             "weightwire_active_readers", "Running grants: pairs of transfer and source.", figures.active_readers
         )
         yield GaugeMetricFamily("weightwire_leases", "Ranks whose lease is live.", figures.leases)
+        quarantined = GaugeMetricFamily(
+            "weightwire_quarantined", "Sources in quarantine, by what was reported.", labels=["instance_id", "code"]
+        )
+        for instance_id, code in sorted(figures.quarantined.items()):
+            quarantined.add_metric([instance_id, code], 1)
+        yield quarantined

@@ -41,9 +41,14 @@ def list_sources(
     parts: Parts,
 ) -> list[SourceAnswer]:
     now = parts.clock()
-    readers = parts.transfers.active_readers()
+    readers, verdicts = parts.transfers.active_readers(), parts.transfers.verdicts()
     return [
-        SourceAnswer.of(instance, active_readers=readers[instance.instance_id], now=now)
+        SourceAnswer.of(
+            instance,
+            active_readers=readers[instance.instance_id],
+            verdict=verdicts.get(instance.instance_id),
+            now=now,
+        )
         for instance in parts.registry.instances(model=model)
         if query.revision in (None, instance.revision)
     ]

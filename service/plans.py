@@ -128,6 +128,7 @@ class Planner:
             self._registry.instances(model=want.model),
             want,
             readers=self._transfers.active_readers(),
+            verdicts=self._transfers.verdicts(),
             now=self._clock(),
         )
         sources = tuple(map(granted_instance, choice.sources))

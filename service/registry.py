@@ -6,16 +6,18 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from weightwire.service.addresses import check_certificate, check_dialable, check_endpoint, resolve_name
 from weightwire.service.instances import Instance, Publication, RankProcess
 from weightwire.service.manifests import ManifestFacts, Manifests, PackedManifest
 from weightwire.service.records import Table
 from weightwire.service.store import Store, Transaction
+from weightwire.transfer.address import is_loopback
 from weightwire.transfer.errors import ConflictError, ManifestError, NotFoundError, RequestError
 from weightwire.transfer.manifest import Manifest, Topology
 from weightwire.transfer.tickets import Ticket, derive_source_key, issue_ticket
+from weightwire.transfer.wire.limits import LimitOverrides
 
 INSTANCES = Table("instance", Instance)
 _TICKET_KEY_BYTES = 32
@@ -40,6 +42,7 @@ class Registration:
     Attributes:
         lease_s: None for the service's own.
         peer_host: Address that the caller connected from; None if unknown.
+        limits: As a service told it last, for one that has forgotten them.
     """
 
     instance_id: str
@@ -50,6 +53,7 @@ class Registration:
     ranks: tuple[RankClaim, ...]
     lease_s: float | None = None
     peer_host: str | None = None
+    limits: LimitOverrides = field(default_factory=LimitOverrides)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +117,7 @@ class Registry:
         self._check_urls(registration)
         now = self._clock()
         lease_s = self._lease_s if registration.lease_s is None else registration.lease_s
+        host = None if registration.peer_host is None or is_loopback(registration.peer_host) else registration.peer_host
         with self._store.transaction() as transaction:
             # All ranks or none: what one stale process says must not renew the lease of its neighbours.
             instance = _joined(INSTANCES.get(transaction, registration.instance_id), registration)
@@ -126,6 +131,7 @@ class Registry:
                         lease_s=lease_s,
                         renewed_at=now,
                         expires_at=now + lease_s,
+                        host=host,
                     )
                 )
             INSTANCES.put(transaction, instance.instance_id, instance)
@@ -167,6 +173,18 @@ class Registry:
             else:
                 INSTANCES.put(transaction, instance_id, instance)
         logger.info("instance %s left%s", instance_id, "" if rank is None else f" with rank {rank}")
+
+    def set_limits(self, instance_id: str, limits: LimitOverrides) -> Instance:
+        """Set what an instance gives at most; its processes hear of it at their next renewal.
+
+        Raises:
+            NotFoundError: If it is not known.
+        """
+        with self._store.transaction() as transaction:
+            instance = replace(find_instance(transaction, instance_id), limits=limits)
+            INSTANCES.put(transaction, instance_id, instance)
+        logger.info("instance %s: limits are set to %s", instance_id, limits)
+        return instance
 
     def instance(self, instance_id: str) -> Instance:
         """One instance.
@@ -277,6 +295,8 @@ def _joined(known: Instance | None, registration: Registration) -> Instance:
         revision=registration.revision,
         topology=registration.topology,
         epoch=registration.epoch,
+        # What was set for a name stands for it, whichever process has it.
+        limits=registration.limits if known is None else known.limits,
     )
     if known is None or registration.epoch > known.epoch:
         return fresh

@@ -6,7 +6,7 @@ import base64
 import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -14,11 +14,14 @@ from weightwire.service.grants import GrantedInstance, GrantedSource, Rate, Sour
 from weightwire.service.instances import Instance, InstanceState, RankProcess
 from weightwire.service.matching import Reason, Want
 from weightwire.service.plans import DryRun, RankPlan
+from weightwire.service.quarantine import Verdict
 from weightwire.service.registry import Announcement, RankClaim, Registration
-from weightwire.service.transfers import SourceBytes, TransferRequest
+from weightwire.service.transfers import ReportedFailure, SourceBytes, TransferRequest
 from weightwire.transfer.manifest import Manifest, Topology
 from weightwire.transfer.plan import TensorWay, Way
 from weightwire.transfer.session import RankProgress, TransferState
+from weightwire.transfer.wire.limits import LimitOverrides
+from weightwire.transfer.wire.pacing import MIN_BYTES_PER_S
 
 
 def _no_dots(name: str) -> str:
@@ -33,6 +36,7 @@ Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$", description="SHA-256 of
 # Strict: a generation in quotes, or `true`, is a caller's mistake, and must not fence anybody off.
 Whole = Annotated[int, Field(strict=True, ge=0, le=2**63 - 1)]
 Positive = Annotated[int, Field(strict=True, ge=1, le=1 << 20)]
+BytesPerS = Annotated[int, Field(strict=True, ge=MIN_BYTES_PER_S, le=2**63 - 1)]
 MaxSources = Annotated[int, Field(strict=True, ge=1, le=1024)]
 
 
@@ -57,6 +61,31 @@ class TopologyBody(_Request):
     @classmethod
     def of(cls, topology: Topology) -> TopologyBody:
         return cls(tp=topology.tp, pp=topology.pp, ep=topology.ep)
+
+
+class LimitsBody(_Request):
+    """What each process of an instance gives at most; null leaves a limit as the source was started with it."""
+
+    max_readers: Annotated[int, Field(strict=True, ge=0, le=1 << 20)] | None = Field(
+        default=None, description="reads at the same time; 0 lets nobody in, and takes the instance out of the matching"
+    )
+    max_bytes_per_s: BytesPerS | Literal["unlimited"] | None = Field(
+        default=None, description="to all readers together"
+    )
+
+    def to_overrides(self) -> LimitOverrides:
+        return LimitOverrides(max_readers=self.max_readers, max_bytes_per_s=self.max_bytes_per_s)
+
+
+class LimitsAnswer(_Answer):
+    """What somebody set at run time; null: as the source was started."""
+
+    max_readers: int | None
+    max_bytes_per_s: int | Literal["unlimited"] | None
+
+    @classmethod
+    def of(cls, limits: LimitOverrides) -> LimitsAnswer:
+        return cls(max_readers=limits.max_readers, max_bytes_per_s=limits.max_bytes_per_s)
 
 
 class RankClaimBody(_Request):
@@ -84,6 +113,9 @@ class RegisterBody(_Request):
     topology: TopologyBody = TopologyBody()
     ranks: Annotated[list[RankClaimBody], Field(min_length=1, max_length=65536)]
     lease_s: Annotated[float, Field(gt=0, le=3600)] | None = None
+    limits: LimitsBody | None = Field(
+        default=None, description="as told last, for a service that has forgotten; one that knows better says so"
+    )
 
     def to_registration(self, instance_id: str, *, peer_host: str | None) -> Registration:
         return Registration(
@@ -95,6 +127,7 @@ class RegisterBody(_Request):
             ranks=tuple(rank.to_claim() for rank in self.ranks),
             lease_s=self.lease_s,
             peer_host=peer_host,
+            limits=LimitOverrides() if self.limits is None else self.limits.to_overrides(),
         )
 
 
@@ -118,6 +151,7 @@ class Registered(_Answer):
     expires_at: datetime = Field(description="of the first of the caller's leases to run out")
     ranks: list[RegisteredRank]
     read_token_sha256: list[str] = Field(description="hex digests of the tokens that may read; empty: all may")
+    limits: LimitsAnswer = Field(description="to be kept from now on")
     service_version: str
 
 
@@ -145,18 +179,21 @@ class InstanceAnswer(_Answer):
     topology: TopologyBody
     state: InstanceState
     reason: str | None = Field(description="why it cannot serve; null if it can")
+    limits: LimitsAnswer
     ranks: list[InstanceRank]
 
     @classmethod
-    def of(cls, instance: Instance, *, now: float) -> InstanceAnswer:
+    def of(cls, instance: Instance, *, verdict: Verdict | None, now: float) -> InstanceAnswer:
+        state, reason = _state(instance, verdict, now)
         return cls(
             instance_id=instance.instance_id,
             model=instance.model,
             revision=instance.revision,
             epoch=instance.epoch,
             topology=TopologyBody.of(instance.topology),
-            state=instance.state(now),
-            reason=instance.why_no_source(now),
+            state=state,
+            reason=reason,
+            limits=LimitsAnswer.of(instance.limits),
             ranks=[_instance_rank(instance.ranks[rank], now) for rank in sorted(instance.ranks)],
         )
 
@@ -216,19 +253,22 @@ class SourceAnswer(_Answer):
     topology: TopologyBody
     state: InstanceState
     reason: str | None
+    limits: LimitsAnswer
     active_readers: int
     ranks: list[SourceRank]
 
     @classmethod
-    def of(cls, instance: Instance, *, active_readers: int, now: float) -> SourceAnswer:
+    def of(cls, instance: Instance, *, active_readers: int, verdict: Verdict | None, now: float) -> SourceAnswer:
+        state, reason = _state(instance, verdict, now)
         return cls(
             instance_id=instance.instance_id,
             epoch=instance.epoch,
             revision=instance.revision,
             weight_version=instance.weight_version,
             topology=TopologyBody.of(instance.topology),
-            state=instance.state(now),
-            reason=instance.why_no_source(now),
+            state=state,
+            reason=reason,
+            limits=LimitsAnswer.of(instance.limits),
             active_readers=active_readers,
             ranks=[_source_rank(instance.ranks[rank]) for rank in sorted(instance.ranks)],
         )
@@ -329,6 +369,16 @@ class SourceBytesBody(_Request):
     bytes: Whole
 
 
+class FailureBody(_Request):
+    """A source rank that the target has given up, told once, when it happens."""
+
+    instance_id: Name
+    rank: Whole
+    generation: Whole
+    code: Annotated[str, Field(min_length=1, max_length=64)]
+    detail: Annotated[str, Field(max_length=4096)]
+
+
 class ProgressBody(_Request):
     generation: Whole
     state: TransferState
@@ -337,6 +387,15 @@ class ProgressBody(_Request):
     bytes_disk: Whole
     error: ErrorBody | None = None
     sources: Annotated[list[SourceBytesBody], Field(max_length=65536)] = []
+    failures: Annotated[list[FailureBody], Field(max_length=65536)] = []
+
+    def to_failures(self) -> tuple[ReportedFailure, ...]:
+        return tuple(
+            ReportedFailure(
+                instance_id=f.instance_id, rank=f.rank, generation=f.generation, code=f.code, detail=f.detail
+            )
+            for f in self.failures
+        )
 
     def to_progress(self) -> RankProgress:
         return RankProgress(
@@ -640,6 +699,13 @@ def _by_rank(plan: DryRun, sent: Mapping[SourceKey, int]) -> dict[int, int]:
     for (_, rank), nbytes in sent.items():
         found[rank] += nbytes
     return dict(sorted(found.items()))
+
+
+def _state(instance: Instance, verdict: Verdict | None, now: float) -> tuple[InstanceState, str | None]:
+    """State and reason as others see them: one that could serve may be in quarantine."""
+    if verdict is not None and instance.state(now) is InstanceState.READY:
+        return InstanceState.QUARANTINED, verdict.reason
+    return instance.state(now), instance.why_no_source(now)
 
 
 def _instance_rank(process: RankProcess, now: float) -> InstanceRank:

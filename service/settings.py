@@ -46,6 +46,7 @@ class Settings(BaseSettings):
         keep_transfers_s: How long ended transfers are remembered.
         keep_manifests_s: How long a manifest stays that nobody refers to.
         keep_instances_s: How long an instance is remembered after its last lease ran out.
+        quarantine_s: How long a source is kept from targets after damaged bytes.
     """
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True, hide_input_in_errors=True)
@@ -71,6 +72,7 @@ class Settings(BaseSettings):
     keep_transfers_s: Seconds = 86400.0
     keep_manifests_s: Seconds = 3600.0
     keep_instances_s: Seconds = 3600.0
+    quarantine_s: Seconds = 600.0
 
     @field_validator("host")
     @classmethod
@@ -101,10 +103,12 @@ KNOWN_VARIABLES = frozenset(
         "EPOCH",
         "FIRST_BYTE_S",
         "INSTANCE_ID",
+        "MAX_RATE",
         "MAX_READERS",
         "MODEL",
         "PROXY",
         "REVISION",
+        "SERVER_PROCESS",
         "SERVICE",
         "SERVICE_PIN",
         "SOCKET_BUFFER",

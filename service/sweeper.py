@@ -21,6 +21,7 @@ def sweep(parts: Components) -> None:
     parts.registry.forget_expired(keep_s=settings.keep_instances_s)
     parts.transfers.settle()
     parts.transfers.forget_ended(keep_s=settings.keep_transfers_s)
+    parts.transfers.forget_damage()
     used = parts.registry.used_manifests() | parts.transfers.used_manifests()
     parts.manifests.forget_unused(keep_s=settings.keep_manifests_s, used=used)
 

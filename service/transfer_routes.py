@@ -76,7 +76,12 @@ def cancel_transfer(transfer_id: TransferId, parts: Parts) -> TransferAnswer:
 @router.post("/transfers/{transfer_id}/ranks/{rank}/progress", summary="Report how far a target rank is")
 def report_progress(transfer_id: TransferId, rank: RankNumber, body: ProgressBody, parts: Parts) -> ProgressAnswer:
     transfer = parts.transfers.report(
-        transfer_id, rank, body.to_progress(), generation=body.generation, sources=body.to_source_bytes()
+        transfer_id,
+        rank,
+        body.to_progress(),
+        generation=body.generation,
+        sources=body.to_source_bytes(),
+        failures=body.to_failures(),
     )
     return ProgressAnswer(
         state=transfer.state, error=error_answer(transfer.session.error_code, transfer.session.error_detail)

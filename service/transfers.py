@@ -8,14 +8,15 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
 from weightwire.service.fleet import RUNNING, Fleet
-from weightwire.service.grants import GrantedInstance, TargetRank, Transfer, granted_instance
+from weightwire.service.grants import GrantedInstance, SourceKey, TargetRank, Transfer, granted_instance
 from weightwire.service.instances import Instance
 from weightwire.service.matching import Choice, Want, choose_sources
+from weightwire.service.quarantine import DAMAGE_CODES, DamageReport, Record, Verdict, judge
 from weightwire.service.records import Table
 from weightwire.service.registry import INSTANCES, find_instance
 from weightwire.service.store import Store, Transaction
@@ -25,6 +26,7 @@ from weightwire.transfer.manifest import Topology
 from weightwire.transfer.session import RankProgress, Session, TransferState
 
 ENDED = Table("ended_transfer", Transfer)
+RECORDS = Table("damage", Record)
 _IDEMPOTENCY = "idempotency"
 
 logger = logging.getLogger(__name__)
@@ -67,6 +69,17 @@ class SourceBytes:
     nbytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportedFailure:
+    """Why a target rank gave a source rank up."""
+
+    instance_id: str
+    rank: int
+    generation: int
+    code: str
+    detail: str
+
+
 class TransferObserver(Protocol):
     """Is told of what happened, after it has been stored; from any thread."""
 
@@ -77,11 +90,17 @@ class Transfers:
     """Transfers in a store. Every method is one transaction, and may block."""
 
     def __init__(
-        self, store: Store, *, clock: Callable[[], float] = time.time, observers: Sequence[TransferObserver] = ()
+        self,
+        store: Store,
+        *,
+        clock: Callable[[], float] = time.time,
+        observers: Sequence[TransferObserver] = (),
+        quarantine_s: float = 600.0,
     ) -> None:
         self._store = store
         self._clock = clock
         self._observers = observers
+        self._quarantine_s = quarantine_s
 
     def create(self, request: TransferRequest, *, idempotency_key: str | None = None) -> tuple[Transfer, bool]:
         """Grant a transfer: choose the sources, and let each target rank read from all their ranks until the deadline.
@@ -99,7 +118,9 @@ class Transfers:
             transfer_id = _earlier(transaction, request, idempotency_key)
             is_new = transfer_id is None
             if transfer_id is None:
-                granted = _granted(transaction, request, idempotency_key, self._clock())
+                now = self._clock()
+                verdicts = _verdicts(transaction, now, keep_s=self._quarantine_s)
+                granted = _granted(transaction, request, idempotency_key, now, verdicts=verdicts)
                 transfer_id = granted.transfer_id
                 RUNNING.put(transaction, transfer_id, granted)
                 if idempotency_key is not None:
@@ -132,8 +153,9 @@ class Transfers:
         *,
         generation: int,
         sources: Sequence[SourceBytes] = (),
+        failures: Sequence[ReportedFailure] = (),
     ) -> Transfer:
-        """Record how far a target rank is; late and repeated reports are counted once.
+        """Record how far a target rank is, and whom it gave up; late and repeated reports are counted once.
 
         Raises:
             NotFoundError: If there is no such transfer.
@@ -148,13 +170,55 @@ class Transfers:
                     f"transfer {transfer_id!r} rank {rank}: generation {generation}, granted to {target.generation}",
                     current_generation=target.generation,
                 )
+            _check_granted(transfer, rank, {(failure.instance_id, failure.rank) for failure in failures}, "failures")
             after = transfer.moved_to(transfer.session.rank_reported(rank, progress), now=self._clock())
             # What has ended takes no more bytes, or sums would change after they were told.
             if target is None or transfer.state.is_final:
                 return after
             return _with_source_bytes(after, target, sources)
 
-        return self._change(transfer_id, reported)
+        after = self._change(transfer_id, reported)
+        damages = [failure for failure in failures if failure.code in DAMAGE_CODES]
+        if damages or after.state is TransferState.READY:
+            self._keep_records(after, damages)
+        return after
+
+    def verdicts(self) -> Mapping[str, Verdict]:
+        """The sources that are in quarantine now, by instance."""
+        with self._store.transaction() as transaction:
+            return _verdicts(transaction, self._clock(), keep_s=self._quarantine_s)
+
+    def forget_damage(self) -> None:
+        """Drop what was reported of sources that are other processes now, or so long ago that it does not count."""
+        now = self._clock()
+        with self._store.transaction() as transaction:
+            for record in RECORDS.scan(transaction):
+                instance = INSTANCES.get(transaction, record.instance_id)
+                if not record.standing(instance, now=now, keep_s=self._quarantine_s):
+                    RECORDS.delete(transaction, record.instance_id)
+
+    def _keep_records(self, transfer: Transfer, damages: Sequence[ReportedFailure]) -> None:
+        """Note which sources of a transfer sent damage, and which ones served it to a good end."""
+        with self._store.transaction() as transaction:
+            accuser = _accuser(transaction, transfer)
+            given = {source.key: source for source in transfer.sources}
+            for failure in damages:
+                source = given[failure.instance_id, failure.rank]
+                # A report about the process before this one would say nothing about it.
+                if failure.generation != source.generation:
+                    continue
+                record = RECORDS.get(transaction, failure.instance_id) or Record(
+                    instance_id=failure.instance_id, served=_served_by(transaction, failure.instance_id)
+                )
+                report = DamageReport(
+                    accuser=accuser, rank=failure.rank, generation=failure.generation,
+                    weight_version=source.weight_version, code=failure.code, detail=failure.detail,
+                    reported_at=self._clock(),
+                )  # fmt: skip
+                RECORDS.put(transaction, failure.instance_id, record.with_report(report))
+                logger.warning("instance %s: damaged bytes, says %s: %s", failure.instance_id, accuser, failure.detail)
+            if transfer.state is TransferState.READY:
+                _note_served(transaction, transfer, accuser)
 
     def cancel(self, transfer_id: str) -> Transfer:
         """Cancel a transfer; one that has ended stays as it is.
@@ -254,7 +318,42 @@ def _log_granted(transfer: Transfer) -> None:
     )
 
 
-def _granted(transaction: Transaction, request: TransferRequest, key: str | None, now: float) -> Transfer:
+def _verdicts(transaction: Transaction, now: float, *, keep_s: float) -> Mapping[str, Verdict]:
+    records = RECORDS.scan(transaction)
+    return judge(records, INSTANCES.scan(transaction), now=now, keep_s=keep_s) if records else {}
+
+
+def _accuser(transaction: Transaction, transfer: Transfer) -> str:
+    """Whose word a report of a transfer is: that of a machine, since a target that starts again has another name."""
+    target = INSTANCES.get(transaction, transfer.target_instance)
+    hosts = {process.host for process in target.ranks.values()} if target else set()
+    host = hosts.pop() if len(hosts) == 1 else None
+    return transfer.target_instance if host is None else host
+
+
+def _served_by(transaction: Transaction, instance_id: str) -> frozenset[str]:
+    """Who became ready from an instance, of the transfers that are remembered."""
+    return frozenset(
+        _accuser(transaction, transfer)
+        for transfer in ENDED.scan(transaction)
+        if transfer.state is TransferState.READY and transfer.nbytes_from(instance_id)
+    )
+
+
+def _note_served(transaction: Transaction, transfer: Transfer, target: str) -> None:
+    for record in RECORDS.scan(transaction):
+        if transfer.nbytes_from(record.instance_id) and target not in record.served:
+            RECORDS.put(transaction, record.instance_id, replace(record, served=record.served | {target}))
+
+
+def _granted(
+    transaction: Transaction,
+    request: TransferRequest,
+    key: str | None,
+    now: float,
+    *,
+    verdicts: Mapping[str, Verdict],
+) -> Transfer:
     target = _check_target(transaction, request, now)
     want = Want(
         model=request.model,
@@ -265,8 +364,9 @@ def _granted(transaction: Transaction, request: TransferRequest, key: str | None
         max_sources=request.max_sources,
     )
     fleet = Fleet.read(transaction, now)
-    choice = choose_sources(fleet.instances.values(), want, readers=count_readers(fleet.members()), now=now)
-    instances = _arranged(fleet, choice, request)
+    readers = count_readers(fleet.members())
+    choice = choose_sources(fleet.instances.values(), want, readers=readers, now=now, verdicts=verdicts)
+    instances = _arranged(fleet, choice, request, untrusted=verdicts)
     taken = {instance.instance_id for instance in instances}
     return Transfer(
         transfer_id=secrets.token_hex(12),
@@ -360,7 +460,9 @@ def _check_target(transaction: Transaction, request: TransferRequest, now: float
     return target
 
 
-def _arranged(fleet: Fleet, choice: Choice, request: TransferRequest) -> tuple[GrantedInstance, ...]:
+def _arranged(
+    fleet: Fleet, choice: Choice, request: TransferRequest, *, untrusted: Collection[str]
+) -> tuple[GrantedInstance, ...]:
     """The sources that were chosen, and relays before them if the target knows what these are."""
     if not request.takes_relays:
         return tuple(map(granted_instance, choice.sources))
@@ -370,6 +472,7 @@ def _arranged(fleet: Fleet, choice: Choice, request: TransferRequest) -> tuple[G
         topology=request.topology,
         ranks=[rank for rank, _ in request.ranks],
     )
+    relays = {name: relay for name, relay in relays.items() if name not in untrusted and not fleet.is_paused(name)}
     complete = {instance.instance_id: instance for instance in choice.sources}
     tiers = arrange(request.target_instance, list(complete), fleet.members(relays))
     return tuple(
@@ -381,12 +484,15 @@ def _arranged(fleet: Fleet, choice: Choice, request: TransferRequest) -> tuple[G
     )
 
 
+def _check_granted(transfer: Transfer, rank: int, named: Set[SourceKey], what: str) -> None:
+    if named and (unknown := sorted(named - {source.key for source in transfer.sources})):
+        raise RequestError(f"rank {rank}: reports {what} of sources {unknown}, which it was not granted")
+
+
 def _with_source_bytes(transfer: Transfer, target: TargetRank, reports: Sequence[SourceBytes]) -> Transfer:
     """The transfer after a target rank has said what it has read from whom; sums only grow."""
     # Refused rather than dropped: sums that leave bytes out would tell another story than what happened.
-    granted = {source.key for source in transfer.sources}
-    if unknown := sorted({(report.instance_id, report.rank) for report in reports} - granted):
-        raise RequestError(f"rank {target.rank}: reports bytes of sources {unknown}, which it was not granted")
+    _check_granted(transfer, target.rank, {(report.instance_id, report.rank) for report in reports}, "bytes")
     read = {name: dict(ranks) for name, ranks in target.nbytes_read.items()}
     for report in reports:
         if report.nbytes:

@@ -32,8 +32,10 @@ from weightwire.transfer.shells import Shells
 from weightwire.transfer.staging import Staging
 from weightwire.transfer.tracing import Trace, trace_placement
 from weightwire.transfer.tree_shells import TreeLayout, build_rank, lay_out_tree
+from weightwire.transfer.wire.limits import LimitOverrides, SourceLimits
 from weightwire.transfer.wire.puller import PullOptions
-from weightwire.transfer.wire.source import Access, Source, SourceIdentity, SourceLimits
+from weightwire.transfer.wire.server_process import SourceProcess
+from weightwire.transfer.wire.source import Access, Source, SourceIdentity
 from weightwire.transfer.wire.source_server import SourceServer
 from weightwire.transfer.wire.stream import Endpoint, Timeouts
 
@@ -51,6 +53,7 @@ __all__ = [
     "FillResult",
     "Inspection",
     "Layout",
+    "LimitOverrides",
     "LoadReport",
     "Manifest",
     "ModelIdentity",
@@ -69,6 +72,7 @@ __all__ = [
     "Source",
     "SourceIdentity",
     "SourceLimits",
+    "SourceProcess",
     "SourceServer",
     "Staging",
     "Supply",

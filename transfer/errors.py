@@ -24,6 +24,7 @@
     │   ├── SourceUntrustedError    a certificate, or a way, that no ticket is sent over
     │   ├── SourceStalledError      connected, but no bytes
     │   ├── SourceBusyError         asks to come back later
+    │   ├── SourceLeavingError      takes its weights back: others may have them
     │   ├── SourceRefusedError      answered with an error
     │   ├── FencedError             another generation, version or manifest
     │   └── ProtocolError           an answer that breaks docs/protocol.md
@@ -217,6 +218,12 @@ class SourceBusyError(SourceError):
     """The source serves as many readers as it wants to; `facts["retry_after_s"]` says when to come back."""
 
     code = "source_busy"
+
+
+class SourceLeavingError(SourceError):
+    """The source shuts down, or takes its weights back: there is nothing to wait for, others may have them."""
+
+    code = "source_leaving"
 
 
 class SourceRefusedError(SourceError):

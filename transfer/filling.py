@@ -101,6 +101,7 @@ def fill(
     options: PullOptions | None = None,
     on_progress: Callable[[RankProgress], None] = lambda _: None,
     on_sources: Callable[[Sequence[SourceBytes]], None] = lambda _: None,
+    on_failure: Callable[[SourceFailure], None] = lambda _: None,
     held: Held | None = None,
 ) -> FillResult:
     """Fill every element of `shells`, or raise.
@@ -112,6 +113,7 @@ def fill(
         options: Of the wire.
         on_progress: Called with growing figures, from several threads, one at a time.
         on_sources: Called in the same way with what each source has given so far.
+        on_failure: Called for each source that is given up, when it is, from any thread.
         held: Of the same shells, for those who read them meanwhile: is told what is verified, and completed at the end.
             It is failed at once if its manifest is none that is taken from.
 
@@ -122,7 +124,7 @@ def fill(
         CancelledError: If somebody stopped it.
         DeadlineError: If its time is over.
     """
-    return _Filling(shells, origins, control, (on_progress, on_sources), held=held).run(options)
+    return _Filling(shells, origins, control, (on_progress, on_sources), held=held).run(options, on_failure)
 
 
 class _Filling:
@@ -156,7 +158,7 @@ class _Filling:
             if self._specs[name].dtype == self._target.by_name[name].dtype
         }
 
-    def run(self, options: PullOptions | None) -> FillResult:
+    def run(self, options: PullOptions | None, on_failure: Callable[[SourceFailure], None]) -> FillResult:
         began = time.monotonic()
         check_specs(self._target, self._specs)
         agreeing = self._agreeing()
@@ -167,7 +169,9 @@ class _Filling:
         has_disk = self._origins.checkpoint is not None
         if self._held is not None:
             options = replace(options or PullOptions(), pipelined=True)
-        with Puller(self._shells, agreeing, self._origins.manifests, options, has_spare=has_disk) as puller:
+        with Puller(
+            self._shells, agreeing, self._origins.manifests, options, has_spare=has_disk, on_failure=on_failure
+        ) as puller:
             self._puller = puller
             if self._held is not None:
                 puller.coverage.on_verified = self._held.add

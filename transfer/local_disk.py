@@ -39,6 +39,7 @@ def load_checkpoint(
     control: Control,
     exclude: Sequence[str] = (),
     on_progress: Callable[[RankProgress], None] = lambda _: None,
+    shared: bool = False,
 ) -> tuple[Shells, FillResult]:
     """Allocate shells for a checkpoint and read it into them.
 
@@ -48,6 +49,7 @@ def load_checkpoint(
         control: Deadline and stop button.
         exclude: Shell patterns of checkpoint names to leave out.
         on_progress: As for `fill`.
+        shared: Allocate memory that a `SourceProcess` can serve.
 
     Raises:
         CheckpointNotFoundError: If the patterns leave nothing.
@@ -59,7 +61,7 @@ def load_checkpoint(
         raise CheckpointNotFoundError(f"checkpoint: no tensor is left after leaving out {list(exclude)}")
     layout = plain_layout(wanted, identity)
     check_memory(layout.total_bytes, purpose=f"loading {identity.model!r}")
-    shells = Shells.allocate(layout)
+    shells = Shells.allocate(layout, shared=shared)
     result = fill(shells, Origins(checkpoint=checkpoint), control=control, on_progress=on_progress)
     return shells, result
 

@@ -28,6 +28,7 @@ STATUSES: tuple[tuple[type[TransferError], int], ...] = (
     (errors.ConflictError, 409),
     (errors.FencedError, 409),
     (errors.SourceBusyError, 503),
+    (errors.SourceLeavingError, 503),
     (errors.SourceError, 502),
     (errors.ManifestError, 422),
     (errors.DtypeError, 422),

@@ -24,6 +24,7 @@ from weightwire.transfer.layouts import Layout, ModelIdentity, identified
 from weightwire.transfer.manifest import DEFAULT_CHUNK_BYTES, Manifest, TensorEntry
 from weightwire.transfer.placement import PlacedConstant
 from weightwire.transfer.regions import Region
+from weightwire.transfer.shared_memory import SharedFiles, allocate_storages, share_storages
 from weightwire.transfer.staging import DEVICE_TYPES, HostDevice, Staging, as_device_errors, await_marks
 
 
@@ -35,15 +36,25 @@ class Shells:
     Attributes:
         manifest: Without digests until `seal` is called.
         devices: By what means memory is reached that is not plain; empty if all of it is.
+        shared: Where the storages lie, if other processes can map them.
     """
 
-    def __init__(self, manifest: Manifest, storages: Iterable[torch.Tensor], staging: Staging | None = None) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        storages: Iterable[torch.Tensor],
+        staging: Staging | None = None,
+        *,
+        shared: SharedFiles | None = None,
+    ) -> None:
         """Args:
         manifest: Describes `storages`.
         storages: One flat, contiguous uint8 tensor for each storage of the manifest. Kept, not copied.
         staging: Which of them count as plain memory; by default those on the CPU.
+        shared: Where these lie, if other processes can map them.
         """
         self.manifest = manifest
+        self.shared = shared
         self._storages = list(storages)
         sizes = tuple(storage.numel() for storage in self._storages)
         if sizes != manifest.storages:
@@ -53,8 +64,11 @@ class Shells:
         self._bases = list(accumulate((storage.numel() for storage in self._filled), initial=0))
         self.devices = (staging or Staging()).devices(storage.device for storage in self._filled)
         self._plain = [storage.device not in self.devices for storage in self._filled]
+        self._views = self._memory()
+
+    def _memory(self) -> list[memoryview]:
         # Of what is not plain there is nothing to be seen.
-        self._views: list[memoryview] = [
+        return [
             storage.numpy().data if plain else memoryview(b"")
             for storage, plain in zip(self._filled, self._plain, strict=True)
         ]
@@ -117,18 +131,41 @@ class Shells:
         return cls(layout.manifest, storages)
 
     @classmethod
-    def allocate(cls, manifest: Manifest) -> Shells:
+    def allocate(cls, manifest: Manifest, *, shared: bool = False) -> Shells:
         """Empty shells of a manifest's layout, with its aliases, and without its digests.
 
         Memory is not touched: pages appear as they are written.
+
+        Args:
+            shared: In memory that a `SourceProcess` can serve.
         """
         entries = tuple(replace(tensor, digest="") for tensor in manifest.tensors)
-        storages = [torch.empty(nbytes, dtype=torch.uint8) for nbytes in manifest.storages]
-        return cls(replace(manifest, tensors=entries, chunk_digests=b""), storages)
+        bare = replace(manifest, tensors=entries, chunk_digests=b"")
+        if shared:
+            storages, files = allocate_storages(manifest.storages)
+            return cls(bare, storages, shared=files)
+        return cls(bare, [torch.empty(nbytes, dtype=torch.uint8) for nbytes in manifest.storages])
+
+    def share(self) -> SharedFiles:
+        """Move the storages into memory that other processes can map, in place, unless they lie there already.
+
+        Every torch tensor over them moves along; addresses, and numpy arrays over them, do not: nobody may use those
+        any more, nor `views` that were asked for before. Not to be called while bytes move.
+
+        Raises:
+            ValueError: If some of it is not plain memory.
+            AdmissionError: If there is no room for it; nothing was moved.
+        """
+        if self.devices:
+            raise ValueError("shells: some of them lie on a device, expected plain memory to share")
+        if self.shared is None:
+            self.shared = share_storages(self._storages)
+            self._views = self._memory()
+        return self.shared
 
     def through(self, staging: Staging) -> Shells:
         """The same memory and manifest, reached in another way."""
-        return Shells(self.manifest, self._storages, staging)
+        return Shells(self.manifest, self._storages, staging, shared=self.shared)
 
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor of that runtime name: a view, dtype, shape and strides as the manifest says.

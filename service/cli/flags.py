@@ -172,6 +172,33 @@ MaxReaders = Annotated[
         rich_help_panel=_SERVING,
     ),
 ]
+MaxRate = Annotated[
+    str | None,
+    typer.Option(
+        envvar="WEIGHTWIRE_MAX_RATE",
+        help="Bytes per second to all readers together, such as 1GB or 200Mbit. Default: unlimited.",
+        show_default=False,
+        rich_help_panel=_SERVING,
+    ),
+]
+ServerProcess = Annotated[
+    bool,
+    typer.Option(
+        "--server-process",
+        envvar="WEIGHTWIRE_SERVER_PROCESS",
+        help="Serve from a process of its own, on shared memory.",
+        rich_help_panel=_SERVING,
+    ),
+]
+DrainS = Annotated[
+    float,
+    typer.Option(
+        envvar="WEIGHTWIRE_DRAIN_S",
+        help="Seconds that readers get to finish when it stops.",
+        min=0.0,
+        rich_help_panel=_SERVING,
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, for programs; logs go to stderr.")]
 LogLevel = Annotated[
     str, typer.Option(envvar="WEIGHTWIRE_LOG_LEVEL", help="debug, info, warning or error; logs go to stderr.")

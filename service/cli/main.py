@@ -11,7 +11,7 @@ import typer
 from rich.markup import escape
 from typer.exceptions import TyperException
 
-from weightwire.service.cli import bench, follow, inspect, load, plan, pull, serve, source
+from weightwire.service.cli import bench, follow, inspect, limit, load, plan, pull, serve, source
 from weightwire.service.cli.exit_codes import DONE, FAILED, WRONG_USAGE
 from weightwire.service.cli.output import fail, print_json, stderr
 from weightwire.service.settings import check_environment
@@ -34,6 +34,7 @@ app.command("load")(load.load)
 app.command("inspect")(inspect.inspect)
 app.command("status")(follow.status)
 app.command("cancel")(follow.cancel)
+app.command("limit")(limit.limit)
 app.add_typer(bench.app, name="bench")
 
 

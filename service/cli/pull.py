@@ -15,10 +15,11 @@ from typing import Annotated
 import typer
 
 from weightwire.service.cli import flags, render
-from weightwire.service.cli.flags import Connection, advertised_pin, server_context, unexpected_policy
+from weightwire.service.cli.flags import Connection, advertised_pin, unexpected_policy
 from weightwire.service.cli.output import byte_bar, fail, print_json, rank_bars, start_logging, stdout
 from weightwire.service.cli.pull_json import failed_json, pulled_json
-from weightwire.service.cli.serving import DataPlane, serve_until_signal
+from weightwire.service.cli.rates import own_rate
+from weightwire.service.cli.serving import DataPlane, DataServer, serve_until_signal
 from weightwire.service.cli.signals import on_signal
 from weightwire.service.cli.topology import (
     build_options,
@@ -38,6 +39,7 @@ from weightwire.transfer.manifest import Manifest, Topology
 from weightwire.transfer.plan import Plan
 from weightwire.transfer.saving import check_destination, save_rank
 from weightwire.transfer.session import RankProgress
+from weightwire.transfer.wire.limits import SourceLimits
 from weightwire.transfer.wire.puller import PullOptions
 from weightwire.transfer.wire.stream import Timeouts
 
@@ -85,6 +87,9 @@ def pull(
     advertise: flags.Advertise = None,
     advertise_pin: flags.AdvertisePin = None,
     max_readers: flags.MaxReaders = 64,
+    max_rate: flags.MaxRate = None,
+    server_process: flags.ServerProcess = False,
+    drain_s: flags.DrainS = 10.0,
     token: flags.Token = None,
     tls_ca: flags.TlsCa = None,
     service_pin: flags.ServicePin = None,
@@ -120,7 +125,8 @@ def pull(
         plane = DataPlane(
             instance_id=instance_id or f"target-{uuid.uuid4().hex[:12]}", ranks=ranks,
             epoch=chosen_epoch(epoch, ranks=ranks, topology=world), host=host, port=port, advertise=advertise,
-            max_readers=max_readers, tls=server_context(tls_cert, tls_key), allow_plain_http=allow_plain_http,
+            limits=SourceLimits(max_readers=max_readers, max_bytes_per_s=own_rate(max_rate)),
+            tls=(tls_cert, tls_key), allow_plain_http=allow_plain_http, drain_s=drain_s, server_process=server_process,
             pin=advertised_pin(advertise_pin, advertise=advertise, tls_cert=tls_cert), sockets=connection.sockets,
         )  # fmt: skip
         policy = unexpected_policy(unexpected)
@@ -148,7 +154,7 @@ def pull(
             pulled = run.pull(target, request)
             if save is not None:
                 run.save(pulled, save)
-            run.end(target, pulled, serve=serve)
+            run.end(target, pulled, server)
             return 0
     except TransferError as error:
         return fail(error, as_json=json, facts=run.failure(error))
@@ -180,16 +186,16 @@ class _Run:
                 with byte_bar("saving", total=total, enabled=not self.as_json, rank=each.rank) as saved:
                     save_rank(each.shells, folder, partial(_advance, stop, saved))
 
-    def end(self, target: Target, pulled: Pulled, *, serve: bool) -> None:
-        """Tell how it went, and serve if that is asked for."""
-        if not serve:
+    def end(self, target: Target, pulled: Pulled, server: DataServer | None) -> None:
+        """Tell how it went, and serve if there is a server."""
+        if server is None:
             self._tell(pulled)
             return
         membership = target.serve(pulled)
         if not self.as_json:
             self._tell(pulled)
         facts: dict[str, object] = {"pull": pulled_json(pulled)}
-        serve_until_signal(membership, what="ready", as_json=self.as_json, facts=facts)
+        serve_until_signal(membership, server, what="ready", as_json=self.as_json, facts=facts)
 
     def failure(self, error: TransferError) -> dict[str, object]:
         seconds = time.monotonic() - self.began

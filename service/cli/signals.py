@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -30,8 +30,8 @@ def on_signal(callback: Callable[[], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def wait_for_signal(on_waiting: Callable[[], None], *, unless: threading.Event | None = None) -> bool:
-    """Wait for a signal, or for `unless` to be set; returns True if it was a signal.
+def wait_for_signal(on_waiting: Callable[[], None], *, unless: Sequence[threading.Event] = ()) -> bool:
+    """Wait for a signal, or for one of `unless` to be set; returns True if it was a signal.
 
     Args:
         on_waiting: Called once a signal is awaited: who is told that we are ready may send one at once.
@@ -41,6 +41,6 @@ def wait_for_signal(on_waiting: Callable[[], None], *, unless: threading.Event |
         on_waiting()
         # A wait without an end would not let the handler run.
         while not ended.wait(0.2):
-            if unless is not None and unless.is_set():
+            if any(event.is_set() for event in unless):
                 return False
     return True

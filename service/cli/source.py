@@ -14,9 +14,10 @@ import typer
 from rich.markup import escape
 
 from weightwire.service.cli import flags
-from weightwire.service.cli.flags import Connection, advertised_pin, server_context, unexpected_policy
+from weightwire.service.cli.flags import Connection, advertised_pin, unexpected_policy
 from weightwire.service.cli.output import byte_bar, human_bytes, progress_bar, start_logging
-from weightwire.service.cli.serving import DataPlane, serve_until_signal
+from weightwire.service.cli.rates import own_rate
+from weightwire.service.cli.serving import DataPlane, DataServer, serve_until_signal
 from weightwire.service.cli.topology import (
     build_options,
     check_can_be_found,
@@ -37,7 +38,7 @@ from weightwire.transfer.manifest import Topology
 from weightwire.transfer.models.registry import plan_memory
 from weightwire.transfer.shells import Shells
 from weightwire.transfer.staging import Staging
-from weightwire.transfer.wire.source_server import SourceServer
+from weightwire.transfer.wire.limits import SourceLimits
 
 _LOAD_DEADLINE_S = 24 * 3600.0
 
@@ -73,6 +74,9 @@ def source(
     advertise_pin: flags.AdvertisePin = None,
     max_readers: flags.MaxReaders = 64,
     staging: flags.StagingName = "auto",
+    max_rate: flags.MaxRate = None,
+    server_process: flags.ServerProcess = False,
+    drain_s: flags.DrainS = 10.0,
     token: flags.Token = None,
     tls_ca: flags.TlsCa = None,
     service_pin: flags.ServicePin = None,
@@ -104,7 +108,8 @@ def source(
     plane = DataPlane(
         instance_id=instance_id or f"source-{uuid.uuid4().hex[:12]}", ranks=ranks,
         epoch=chosen_epoch(epoch, ranks=ranks, topology=world), host=host, port=port, advertise=advertise,
-        max_readers=max_readers, tls=server_context(tls_cert, tls_key), allow_plain_http=allow_plain_http,
+        limits=SourceLimits(max_readers=max_readers, max_bytes_per_s=own_rate(max_rate)), tls=(tls_cert, tls_key),
+        allow_plain_http=allow_plain_http, server_process=server_process, drain_s=drain_s,
         pin=advertised_pin(advertise_pin, advertise=advertise, tls_cert=tls_cert), sockets=connection.sockets,
     )  # fmt: skip
     policy = unexpected_policy(unexpected)
@@ -116,6 +121,7 @@ def source(
             control=Control(deadline_s=_LOAD_DEADLINE_S),
             shows_progress=not json,
             staging=flags.staging_of(staging),
+            shared=server_process,
         )
         if topology is None:
             loads = work.plain(checkpoint, exclude or ())
@@ -133,7 +139,7 @@ def source(
         # First, so that a name or address that the service does not take is told before anything is loaded.
         with membership:
             what = work.publish(loads, server, membership, weight_version=weight_version)
-            serve_until_signal(membership, what=what, as_json=json)
+            serve_until_signal(membership, server, what=what, as_json=json)
 
 
 def _checked(request: TreeRequest, ranks: Sequence[int]) -> TreeLoader:
@@ -158,18 +164,20 @@ class _Work:
         control: Of the loading.
         shows_progress: Whether bars are drawn.
         staging: How the shells are reached.
+        shared: Whether another process is to serve it.
     """
 
     identity: ModelIdentity
     control: Control
     shows_progress: bool
     staging: Staging
+    shared: bool = False
 
     def plain(self, checkpoint: Checkpoint, exclude: Sequence[str]) -> Iterator[Shells]:
         """Every tensor whole, by its checkpoint name."""
         with progress_bar("loading", enabled=self.shows_progress) as moved:
             shells, _ = load_checkpoint(
-                checkpoint, self.identity, control=self.control, exclude=exclude, on_progress=moved
+                checkpoint, self.identity, control=self.control, exclude=exclude, on_progress=moved, shared=self.shared
             )
         yield shells
 
@@ -182,7 +190,7 @@ class _Work:
             yield loader.shells(found, loader.identity(rank, model=model, revision=revision))
 
     def publish(
-        self, loads: Iterator[Shells], server: SourceServer, membership: Membership, *, weight_version: int
+        self, loads: Iterator[Shells], server: DataServer, membership: Membership, *, weight_version: int
     ) -> str:
         """Serve each rank as soon as it is loaded; returns in words what is served.
 

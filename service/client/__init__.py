@@ -1,6 +1,6 @@
 """What a source or a target says to the service: REST calls, leases, and whole transfers."""
 
-from weightwire.service.client.api import Grant, Lease, RankBinding, ServiceClient
+from weightwire.service.client.api import Grant, Lease, RankBinding, ReportedFailure, ServiceClient
 from weightwire.service.client.membership import Membership
 from weightwire.service.client.pulls import Pulled, PulledRank, PullEvents, PullRequest
 from weightwire.service.client.sessions import pull, serving
@@ -15,6 +15,7 @@ __all__ = [
     "Pulled",
     "PulledRank",
     "RankBinding",
+    "ReportedFailure",
     "ServiceClient",
     "Target",
     "pull",

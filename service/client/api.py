@@ -8,9 +8,9 @@ import gzip
 import json
 import ssl
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from types import TracebackType
-from typing import Self, TypeAlias, cast
+from typing import Literal, Self, TypeAlias, cast
 from urllib.parse import quote
 
 import httpx
@@ -29,6 +29,7 @@ from weightwire.transfer.manifest import Manifest, Topology
 from weightwire.transfer.problems import error_of, refusal_of
 from weightwire.transfer.session import RankProgress
 from weightwire.transfer.wire.framing import PROTOCOL, understands_waits
+from weightwire.transfer.wire.limits import LimitOverrides
 from weightwire.transfer.wire.proxies import Proxies, travels_in_clear
 from weightwire.transfer.wire.source import Access
 from weightwire.transfer.wire.stream import Endpoint
@@ -38,6 +39,8 @@ Json: TypeAlias = dict[str, object]
 
 # A gateway's own page with one of these says that nobody is behind it.
 _GATEWAY_STATUSES = (502, 503, 504)
+# What the service takes of the reason for a failure.
+_MOST_DETAIL_CHARS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,11 +74,28 @@ class Lease:
         lease_s: Register again within this time.
         access: For the source's server.
         published: Digest that the service has on record for this rank; None: publish, or publish again.
+        limits: What is set at run time for the process.
     """
 
     lease_s: float
     access: Access
     published: str | None
+    limits: LimitOverrides = field(default_factory=LimitOverrides)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportedFailure:
+    """A source rank that a target gave up, and why.
+
+    Attributes:
+        generation: Of the source, as granted.
+    """
+
+    instance_id: str
+    rank: int
+    generation: int
+    code: str
+    detail: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,8 +211,12 @@ class ServiceClient:
         revision: str | None,
         topology: Topology,
         lease_s: float | None = None,
+        limits: LimitOverrides | None = None,
     ) -> dict[int, Lease]:
         """Register all ranks that one process speaks for, or renew their leases: all or none.
+
+        Args:
+            limits: As the service told them last, in case that it forgot; left out if it never told any.
 
         Returns:
             Their leases, by rank.
@@ -203,7 +227,7 @@ class ServiceClient:
             ServiceUnreachableError: If the service does not answer.
         """
         first = _first_of_one_instance(bindings)
-        body = {
+        body: Json = {
             "model": model,
             "revision": revision or None,
             "epoch": first.instance_epoch,
@@ -211,8 +235,27 @@ class ServiceClient:
             "ranks": [_claim(binding) for binding in bindings],
             "lease_s": lease_s,
         }
+        if limits not in (None, LimitOverrides()):
+            body["limits"] = asdict(limits)
         answer = self._call("PUT", f"/v1/instances/{_segment(first.instance_id)}", body)
         return {int(cast(int, rank["rank"])): _lease(answer, rank) for rank in _items(answer, "ranks")}
+
+    def limits(self, instance_id: str) -> LimitOverrides:
+        """What is set at run time for an instance.
+
+        Raises:
+            NotFoundError: If it is not registered.
+        """
+        return _overrides(self._call("GET", f"/v1/instances/{_segment(instance_id)}/limits"))
+
+    def set_limits(self, instance_id: str, limits: LimitOverrides) -> LimitOverrides:
+        """Set what an instance gives at most: each of its processes keeps that from its next renewal on.
+
+        Raises:
+            NotFoundError: If it is not registered.
+            RequestError: If it is a rate that looks like a dead source.
+        """
+        return _overrides(self._call("PUT", f"/v1/instances/{_segment(instance_id)}/limits", asdict(limits)))
 
     def leave(self, binding: RankBinding) -> None:
         """Take one rank out of the matching at once; no error if it is not known."""
@@ -358,17 +401,19 @@ class ServiceClient:
         progress: RankProgress,
         *,
         sources: Sequence[tuple[str, int, int]] = (),
+        failures: Sequence[ReportedFailure] = (),
     ) -> TransferError | None:
         """Report a rank's progress.
 
         Args:
             sources: Bytes by source, as (instance, rank, bytes).
+            failures: Sources that it gave up since the last report.
 
         Returns:
             Why the transfer has ended, if it has, and not well: it was cancelled, or its deadline passed.
         """
         error = {"code": progress.error_code, "detail": progress.error_detail or ""} if progress.error_code else None
-        body = {
+        body: Json = {
             "generation": binding.generation,
             "state": str(progress.state),
             "bytes_total": progress.bytes_total,
@@ -377,6 +422,11 @@ class ServiceClient:
             "error": error,
             "sources": [{"instance_id": name, "rank": rank, "bytes": nbytes} for name, rank, nbytes in sources],
         }
+        # A service that does not know the field would refuse all of it.
+        if failures:
+            body["failures"] = [
+                asdict(replace(failure, detail=failure.detail[:_MOST_DETAIL_CHARS])) for failure in failures
+            ]
         path = f"/v1/transfers/{_segment(transfer_id)}/ranks/{binding.rank}/progress"
         ended = self._call("POST", path, body)["error"]
         return None if ended is None else error_of(cast(Json, ended))
@@ -481,6 +531,14 @@ def _lease(answer: Json, rank: Json) -> Lease:
             read_token_sha256=frozenset(map(str, cast("list[object]", answer["read_token_sha256"]))),
         ),
         published=None if published is None else str(published["manifest_digest"]),
+        limits=_overrides(cast(Json, answer.get("limits") or {})),
+    )
+
+
+def _overrides(answer: Json) -> LimitOverrides:
+    return LimitOverrides(
+        max_readers=cast("int | None", answer.get("max_readers")),
+        max_bytes_per_s=cast('int | Literal["unlimited"] | None', answer.get("max_bytes_per_s")),
     )
 
 

@@ -11,7 +11,8 @@ from typing import Self
 from weightwire.service.client.api import Lease, RankBinding, ServiceClient
 from weightwire.transfer.errors import ConflictError, ServiceUnreachableError, TransferError
 from weightwire.transfer.manifest import Manifest, Topology
-from weightwire.transfer.wire.source import Source
+from weightwire.transfer.wire.limits import LimitOverrides
+from weightwire.transfer.wire.source import RankSource
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class Membership:
         model: str,
         revision: str | None,
         topology: Topology | None = None,
-        source: Source | Mapping[int, Source] | None = None,
+        source: RankSource | Mapping[int, RankSource] | None = None,
     ) -> None:
         """Args:
         bindings: One, or one for each rank.
@@ -56,7 +57,11 @@ class Membership:
         self._model = model
         self._revision = revision
         self._topology = topology or Topology()
-        self._sources = {source.identity.rank: source} if isinstance(source, Source) else dict(source or {})
+        by_rank = {} if source is None else source if isinstance(source, Mapping) else {source.identity.rank: source}
+        self._sources: Mapping[int, RankSource] = dict(by_rank)
+        # What each was started with; limits that the service takes back fall back to it.
+        self._own_limits = {rank: each.limits for rank, each in self._sources.items()}
+        self._told_limits = LimitOverrides()
         self._published = dict[int, tuple[Manifest, int]]()
         self._lock = threading.Lock()
         self._leaving = threading.Event()
@@ -139,11 +144,25 @@ class Membership:
 
     def _register(self) -> dict[int, Lease]:
         leases = self._client.register_ranks(
-            self.bindings, model=self._model, revision=self._revision, topology=self._topology
+            self.bindings,
+            model=self._model,
+            revision=self._revision,
+            topology=self._topology,
+            limits=self._told_limits,
         )
         for rank, source in self._sources.items():
             source.grant_access(leases[rank].access)
+        self._keep_limits(leases[self.binding.rank].limits)
         return leases
+
+    def _keep_limits(self, limits: LimitOverrides) -> None:
+        """Let the sources keep what the service says; what was set here since it said so stays until it says more."""
+        if limits == self._told_limits:
+            return
+        self._told_limits = limits
+        for rank, source in self._sources.items():
+            source.set_limits(limits.over(self._own_limits[rank]))
+        logger.info("instance %s keeps other limits: %s", self.binding.instance_id, limits)
 
     def _renew_forever(self) -> None:
         instance_id = self.binding.instance_id

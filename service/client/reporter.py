@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from weightwire.service.client.api import RankBinding, ServiceClient
+from weightwire.service.client.api import RankBinding, ReportedFailure, ServiceClient
 from weightwire.transfer.control import Control
 from weightwire.transfer.errors import NotFoundError, ServiceUnreachableError, TransferError
 from weightwire.transfer.session import RankProgress
@@ -53,6 +53,7 @@ class Reporter:
         self._told: dict[int, tuple[RankProgress, Sequence[tuple[str, int, int]]]] = {}
         self._ends: dict[int, _End] = {}
         self._ended_ranks: set[int] = set()
+        self._failures: dict[int, list[ReportedFailure]] = {rank: [] for rank in self._bindings}
         # Nothing more is to be heard about how far it is: the service ended it, or does not know it any more.
         self._is_over = False
         self._wake = threading.Event()
@@ -77,6 +78,11 @@ class Reporter:
     def update_sources(self, rank: int, sources: Sequence[tuple[str, int, int]]) -> None:
         """Take what a rank has had from whom so far, as (instance, rank, bytes)."""
         self._sources[rank] = sources
+
+    def failed(self, rank: int, failure: ReportedFailure) -> None:
+        """Take a source that a rank gave up, to be reported at once; before the rank's end, and from any thread."""
+        self._failures[rank].append(failure)
+        self._wake.set()
 
     def newest(self, rank: int) -> RankProgress:
         return self._newest[rank]
@@ -119,7 +125,7 @@ class Reporter:
         """Report ranks that have ended; returns why some are still to be reported."""
         for rank, end in list(self._ends.items()):
             try:
-                self._client.report(self._transfer_id, self._bindings[rank], end.progress, sources=end.sources)
+                self._send(rank, end.progress, end.sources)
             except ServiceUnreachableError as error:
                 return error
             except TransferError as error:
@@ -129,7 +135,11 @@ class Reporter:
 
     def _report_news(self) -> None:
         unfinished = self.unfinished
-        news = [rank for rank in unfinished if (self._newest[rank], self._sources[rank]) != self._told.get(rank)]
+        news = [
+            rank
+            for rank in unfinished
+            if (self._newest[rank], self._sources[rank]) != self._told.get(rank) or self._failures[rank]
+        ]
         # Nothing new is reported too: the answer says whether somebody ended the transfer.
         for rank in news or unfinished[:1]:
             progress = self._newest[rank]
@@ -138,10 +148,25 @@ class Reporter:
                 continue
             self._report(rank, progress)
 
+    def _send(
+        self, rank: int, progress: RankProgress, sources: Sequence[tuple[str, int, int]] = ()
+    ) -> TransferError | None:
+        """Report a rank, along with the sources that it gave up; these go again if the service is away."""
+        failures = tuple(self._failures[rank])
+        try:
+            return self._client.report(
+                self._transfer_id, self._bindings[rank], progress, sources=sources, failures=failures
+            )
+        except ServiceUnreachableError:
+            failures = ()
+            raise
+        finally:
+            del self._failures[rank][: len(failures)]
+
     def _report(self, rank: int, progress: RankProgress) -> None:
         sources = self._sources[rank]
         try:
-            ended = self._client.report(self._transfer_id, self._bindings[rank], progress, sources=sources)
+            ended = self._send(rank, progress, sources)
         except ServiceUnreachableError as error:
             logger.debug("progress not reported, moving on: %s", error)
             return

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from weightwire.service.client.api import Grant, RankBinding, ServiceClient
+from weightwire.service.client.api import Grant, RankBinding, ReportedFailure, ServiceClient
 from weightwire.service.client.membership import Membership
 from weightwire.service.client.pulls import Pulled, PulledRank, PullEvents, PullRequest
 from weightwire.service.client.relaying import Relay
@@ -34,7 +34,8 @@ from weightwire.transfer.planning import PlannedPull, Supply, check_servable
 from weightwire.transfer.session import RankProgress, TransferState
 from weightwire.transfer.shells import Shells
 from weightwire.transfer.wire.held import Held
-from weightwire.transfer.wire.source import Source, SourceIdentity
+from weightwire.transfer.wire.puller import SourceFailure
+from weightwire.transfer.wire.source import RankSource, Source, SourceIdentity
 from weightwire.transfer.wire.stream import Endpoint
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class Target:
         *,
         ranks: Sequence[int] | None = None,
         epoch: int | None = None,
-        sources: Mapping[int, Source] | None = None,
+        sources: Mapping[int, RankSource] | None = None,
         url: str | None = None,
         certificate_sha256: str | None = None,
     ) -> None:
@@ -105,8 +106,10 @@ class Target:
         check_locally(request, self.ranks)
         events = events or PullEvents()
         began = time.monotonic()
-        if request.relay and self._sources:
-            self._relay = Relay(self._sources)
+        # A process of its own serves what is complete: what is still received is this one's.
+        here = {rank: source for rank, source in (self._sources or {}).items() if isinstance(source, Source)}
+        if request.relay and here:
+            self._relay = Relay(here)
         try:
             filled = self._pull(request, control, events)
         except BaseException as error:
@@ -332,11 +335,27 @@ class _Filling:
             options=self._request.options,
             on_progress=tell,
             on_sources=tell_sources,
+            on_failure=lambda failure: self._tell_failure(rank, failure),
             held=held,
         )
         if self._reporter is not None:
             self._reporter.finish(rank, _final(newest, result), sources=_as_reported(result.sources))
         return result
+
+    def _tell_failure(self, rank: int, failure: SourceFailure) -> None:
+        source = (failure.instance_id, failure.rank)
+        for endpoint in self._endpoints(rank):
+            if self._reporter is not None and (endpoint.instance_id, endpoint.rank) == source:
+                self._reporter.failed(
+                    rank,
+                    ReportedFailure(
+                        instance_id=failure.instance_id,
+                        rank=failure.rank,
+                        generation=endpoint.generation,
+                        code=failure.code,
+                        detail=failure.detail,
+                    ),
+                )
 
     def _endpoints(self, rank: int) -> tuple[Endpoint, ...]:
         return self._grant.ranks[rank] if self._grant else ()

@@ -399,7 +399,8 @@ def test_limits_are_those_of_the_code() -> None:
         framing.MAX_REQUEST_BYTES, MAX_CHUNK_BYTES, framing.MAX_PROBLEM_BYTES,
         framing.MAX_WAITS, framing.WAIT_INTERVAL_S, held.PATIENCE_S,
         settings.max_manifest_bytes, settings.max_body_bytes, settings.body_timeout_s,
-        limits.max_readers, limits.max_connections, limits.retry_after_s, limits.write_timeout_s, limits.idle_timeout_s,
+        limits.max_readers, limits.seat_wait_s, limits.max_connections, limits.retry_after_s, limits.write_timeout_s,
+        limits.idle_timeout_s,
         Timeouts().connect_s, Timeouts().stall_s, options.stall_window_s, options.min_rate_bytes_per_s,
         options.busy_patience_s,
     ]  # fmt: skip

@@ -37,7 +37,7 @@ def status(api: Api, method: str, path: str, token: str | None) -> int:
 
 def test_every_route_is_in_the_matrix(guarded: Api) -> None:
     assert {path for _, path in calls(guarded)} >= OPEN | {"/metrics", "/v1/transfers", "/v1/plans"}
-    assert len(set(calls(guarded))) == 18
+    assert len(set(calls(guarded))) == 20
 
 
 def test_without_a_token_only_probes_are_open(guarded: Api) -> None:

@@ -17,6 +17,7 @@ from weightwire.transfer.errors import (
     ProtocolError,
     SourceBusyError,
     SourceError,
+    SourceLeavingError,
     SourceStalledError,
     SourceUnreachableError,
     TransferError,
@@ -300,8 +301,8 @@ def _name_of(frame: Frame) -> Hashable:
 
 
 def _may_pass(error: TransferError) -> bool:
-    """True for what may be one connection's trouble; anything else is the source's."""
-    return isinstance(error, (SourceUnreachableError, SourceBusyError))
+    """True for what may be one connection's trouble, or lets the others finish; anything else is the source's."""
+    return isinstance(error, (SourceUnreachableError, SourceBusyError, SourceLeavingError))
 
 
 def _seconds(busy: SourceBusyError) -> float:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 from weightwire.transfer.errors import NotFoundError, SourceBusyError, TicketError
 from weightwire.transfer.tickets import Ticket, claimed_rank
-from weightwire.transfer.wire.source import Publication, Source, SourceLimits
+from weightwire.transfer.wire.limits import Capacity, SourceLimits
+from weightwire.transfer.wire.source import Publication, Source
 
 # As many of a rank are quoted as a 64-bit number has.
 _MOST_DIGITS = 20
@@ -35,12 +36,17 @@ class ServedRanks:
             found = source.identity
             if (found.instance_id, found.generation, found.rank) != (first.instance_id, first.generation, rank):
                 raise ValueError(f"served ranks: {found} stands for rank {rank} beside {first}")
-            if source.seats is not self.lowest.seats:
+            if source.capacity is not self.lowest.capacity:
                 raise ValueError(f"{source}: counts its readers apart from the others, expected Source.of_ranks")
 
     @property
     def limits(self) -> SourceLimits:
         return self.lowest.limits
+
+    @property
+    def capacity(self) -> Capacity:
+        """What all of them share."""
+        return self.lowest.capacity
 
     def find(self, rank: int | None) -> Source:
         """The source of a rank; None takes the lowest.
@@ -95,6 +101,12 @@ class ServedRanks:
             source.refuse_readers()
         for source in self.sources.values():
             source.withdraw(drain_s=max(0.0, ends_at - time.monotonic()))
+
+    def wait_for_readers(self, *, timeout_s: float) -> None:
+        """Wait until nobody reads any rank."""
+        ends_at = time.monotonic() + timeout_s
+        for source in self.sources.values():
+            source.wait_for_readers(timeout_s=max(0.0, ends_at - time.monotonic()))
 
     def _here(self) -> str:
         ranks = ", ".join(map(str, self.sources))

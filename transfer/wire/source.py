@@ -7,34 +7,18 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
-from weightwire.transfer.errors import FencedError, SourceBusyError, SourceError, TicketError
+from weightwire.transfer.errors import FencedError, SourceBusyError, SourceError, SourceLeavingError, TicketError
 from weightwire.transfer.manifest import Manifest
 from weightwire.transfer.shells import Shells
 from weightwire.transfer.tickets import Ticket, read_ticket
 from weightwire.transfer.wire.held import Held
+from weightwire.transfer.wire.limits import Capacity
+from weightwire.transfer.wire.limits import SourceLimits as SourceLimits
 
 # When to come back to a target that will know in a moment whether it can serve while it receives.
 _UNDECIDED_RETRY_S = 0.05
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceLimits:
-    """How much a source gives before serving traffic suffers.
-
-    Attributes:
-        max_readers: Reads at the same time, of all ranks of the process; beyond it 503 with `Retry-After`.
-        max_connections: Open connections; beyond it new ones are closed at once.
-        retry_after_s: What a reader that is turned away is told.
-        write_timeout_s: A reader that takes no byte for so long is cut off.
-        idle_timeout_s: A connection that sends no request for so long is closed.
-    """
-
-    max_readers: int = 64
-    max_connections: int = 512
-    retry_after_s: int = 1
-    write_timeout_s: float = 30.0
-    idle_timeout_s: float = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +61,23 @@ class SourceIdentity:
     generation: int = field(default_factory=lambda: time.time_ns() // 1_000_000)
 
 
+class RankSource(Protocol):
+    """What those who publish a rank ask of it, whichever process serves it."""
+
+    identity: SourceIdentity
+
+    @property
+    def limits(self) -> SourceLimits: ...
+
+    def set_limits(self, limits: SourceLimits) -> None: ...
+
+    def grant_access(self, access: Access) -> None: ...
+
+    def publish(self, shells: Shells, *, weight_version: int) -> None: ...
+
+    def withdraw(self, *, drain_s: float = 5.0) -> None: ...
+
+
 class Source:
     """The publication of one rank, and its readers. Knows no socket.
 
@@ -85,14 +86,14 @@ class Source:
     """
 
     def __init__(
-        self, identity: SourceIdentity, limits: SourceLimits | None = None, *, seats: threading.Semaphore | None = None
+        self, identity: SourceIdentity, limits: SourceLimits | None = None, *, capacity: Capacity | None = None
     ) -> None:
         """Args:
-        seats: Taken by readers, one each; to be shared by the ranks of one process. By default its own.
+        limits: At the start; `set_limits` changes them.
+        capacity: In place of `limits`: what the ranks of one process share. By default its own.
         """
         self.identity = identity
-        self.limits = limits or SourceLimits()
-        self.seats = seats or threading.Semaphore(self.limits.max_readers)
+        self.capacity = capacity or Capacity(limits)
         self.access: Access | None = None
         self._former_key: bytes | None = None
         self._gate = threading.Condition()
@@ -106,14 +107,13 @@ class Source:
     def of_ranks(
         cls, identity: SourceIdentity, ranks: Iterable[int], limits: SourceLimits | None = None
     ) -> dict[int, Source]:
-        """Several ranks of one process, by rank: of one generation, and with one count of readers.
+        """Several ranks of one process, by rank: of one generation, and with limits in common.
 
         Args:
             identity: Of any of them.
         """
-        limits = limits or SourceLimits()
-        seats = threading.Semaphore(limits.max_readers)
-        return {rank: cls(replace(identity, rank=rank), limits, seats=seats) for rank in ranks}
+        capacity = Capacity(limits)
+        return {rank: cls(replace(identity, rank=rank), capacity=capacity) for rank in ranks}
 
     def __str__(self) -> str:
         return f"source {self.identity.instance_id!r} rank {self.identity.rank}"
@@ -126,6 +126,15 @@ class Source:
     @property
     def active_readers(self) -> int:
         return self._readers
+
+    @property
+    def limits(self) -> SourceLimits:
+        """As they are now, for all ranks of the process."""
+        return self.capacity.limits
+
+    def set_limits(self, limits: SourceLimits) -> None:
+        """Take other limits, for all ranks of the process; a rate at once, also for those who read already."""
+        self.capacity.set_limits(limits)
 
     def grant_access(self, access: Access) -> None:
         """Take the keys that the service gave; they replace the former ones.
@@ -196,9 +205,14 @@ class Source:
             self._gate.notify_all()
 
     def refuse_readers(self) -> None:
-        """Let nobody in any more; who reads goes on."""
+        """Let nobody in any more, and send them elsewhere; who reads goes on."""
         with self._gate:
             self._withdrawing, self._undecided = True, False
+
+    def wait_for_readers(self, *, timeout_s: float) -> bool:
+        """Wait until nobody reads; returns whether that is so."""
+        with self._gate:
+            return self._gate.wait_for(lambda: not self._readers, timeout_s)
 
     def withdraw(self, *, drain_s: float = 5.0) -> None:
         """Serve nothing any more. Returns when no reader is left, or after `drain_s` seconds.
@@ -220,23 +234,35 @@ class Source:
         """Hold the publication while its bytes are read.
 
         Raises:
-            SourceBusyError: If there is none, it is leaving, or as many read it as may.
+            SourceBusyError: If there is none yet, or as many read it as may.
+            SourceLeavingError: If it was withdrawn, or is about to be.
             FencedError: If there will be none, as `decline` was told.
         """
-        with self._gate:
-            publication = self.publication
-            if publication is None:
-                raise self._nothing_published()
-            if not self.seats.acquire(blocking=False):
-                raise self._busy(f"{self.limits.max_readers} readers are served by its process")
-            self._readers += 1
+        self._published()
+        # Without the gate: others finish, and free a seat, meanwhile.
+        if not self.capacity.take_seat():
+            raise self._busy(f"{self.limits.max_readers} readers are served by its process")
         try:
-            yield publication
-        finally:
             with self._gate:
-                self._readers -= 1
-                self.seats.release()
-                self._gate.notify_all()
+                publication = self._published()
+                self._readers += 1
+            try:
+                yield publication
+            finally:
+                with self._gate:
+                    self._readers -= 1
+                    self._gate.notify_all()
+        finally:
+            self.capacity.leave_seat()
+
+    def _published(self) -> Publication:
+        """What may be read now; raises as `reading`."""
+        with self._gate:
+            if self._withdrawing:
+                raise SourceLeavingError(f"{self}: it takes its weights back, expected to be read no more")
+            if self._publication is None:
+                raise self._nothing_published()
+            return self._publication
 
     def check_stands(self, publication: Publication) -> None:
         """Raises:

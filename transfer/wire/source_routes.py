@@ -103,6 +103,8 @@ class SourceRoutes(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_version = "weightwire"
     sys_version = ""
+    # Bytes of the answer so far, without its head.
+    _sent = 0
 
     @property
     def ranks(self) -> ServedRanks:
@@ -127,6 +129,7 @@ class SourceRoutes(BaseHTTPRequestHandler):
     def _answer(self, route: Callable[[SplitResult], None]) -> None:
         """Run a route; an error before the first byte of the answer becomes a problem document."""
         self._answering = False
+        self._sent = 0
         self.connection.settimeout(self.ranks.limits.write_timeout_s)
         try:
             # First, whatever is asked: what is left of a request would be taken for the next one.
@@ -146,6 +149,7 @@ class SourceRoutes(BaseHTTPRequestHandler):
             self.close_connection = True
             logger.info("reader %s is gone: %s", self.client_address[0], error)
         finally:
+            self.ranks.capacity.count_sent(self._sent)
             self.connection.settimeout(self.ranks.limits.idle_timeout_s)
 
     def _check_protocol(self) -> None:
@@ -268,7 +272,8 @@ class SourceRoutes(BaseHTTPRequestHandler):
         framing.check_extent(publication.manifest, request)
         frames = list(framing.cut_frames(publication.manifest, request.regions))
         # Before it begins the answer says how long it is, so room for what may have to be said is part of it.
-        may_wait = publication.is_partial and framing.understands_waits(self.headers.get("Weightwire-Protocol"))
+        has_to_wait = publication.is_partial or self.ranks.capacity.pacer.bytes_per_s is not None
+        may_wait = has_to_wait and framing.understands_waits(self.headers.get("Weightwire-Protocol"))
         waits = framing.wait_room(len(frames)) if may_wait else None
         announced = sum(frame.nbytes + framing.FRAME_OVERHEAD_BYTES for frame in frames)
         announced += (waits or 0) * framing.HEADER.size
@@ -292,14 +297,16 @@ class SourceRoutes(BaseHTTPRequestHandler):
         self, source: Source, held: tuple[Publication, Departure], frames: Sequence[Frame], unsent: _Unsent
     ) -> None:
         publication, departure = held
-        # Of what is still being received each frame goes out as soon as it is there.
-        whole = _BATCH_BYTES if not publication.is_partial and not publication.shells.devices else 0
+        # Of what is still being received each frame goes out as soon as it is there, and of what has to wait its turn.
+        is_paced = self.ranks.capacity.pacer.bytes_per_s is not None
+        whole = 0 if is_paced or publication.is_partial or publication.shells.devices else _BATCH_BYTES
         batches = list(_batches(frames, most_bytes=whole))
         for number, batch in enumerate(batches, 1):
             try:
                 if publication.held is not None:
                     self._await_frame(source, publication, batch[0], unsent)
                 source.check_stands(publication)
+                is_paid = self._pay_ahead(source, publication, batch, unsent)
             except SourceError as error:
                 self._fail(unsent.trailer, error, left=unsent.left)
                 return
@@ -307,10 +314,10 @@ class SourceRoutes(BaseHTTPRequestHandler):
                 views, last = _packed(publication, departure, batch, unsent.trailer)
                 if number < len(batches) and not publication.is_partial:
                     departure.ahead(batches[number][0].parts)
-            except DeviceError as error:
+                self._send_paced(views, None if is_paid else lambda: source.check_stands(publication))
+            except (DeviceError, FencedError) as error:
                 self._fail(unsent.trailer, _as_ours(source, error), left=unsent.left)
                 return
-            self._send(views)
             unsent.left -= sum(map(len, views))
             try:
                 source.check_stands(publication)
@@ -334,6 +341,30 @@ class SourceRoutes(BaseHTTPRequestHandler):
             return held.wait_for_frame(frame, timeout_s)
 
         self._wait_until(is_there, unsent)
+
+    def _pay_ahead(self, source: Source, publication: Publication, batch: Sequence[Frame], unsent: _Unsent) -> bool:
+        """Wait until the pace lets frames go whole, where the reader can be told that this takes its time.
+
+        Others get them piece by piece, which they see as a slow source.
+
+        Returns:
+            Whether they may go at once.
+
+        Raises:
+            SourceError: If they must not go any more, or nothing is left of the room to say that it waits.
+        """
+        pacer = self.ranks.capacity.pacer
+        if pacer.bytes_per_s is None or not unsent.waits:
+            return False
+        nbytes = sum(frame.nbytes + framing.FRAME_OVERHEAD_BYTES for frame in batch)
+        with pacer.booking(nbytes) as booking:
+
+            def is_paid(timeout_s: float) -> bool:
+                source.check_stands(publication)
+                return booking.wait(timeout_s)
+
+            self._wait_until(is_paid, unsent)
+        return True
 
     def _wait_until(self, is_so: Callable[[float], bool], unsent: _Unsent) -> None:
         """Wait before a frame, in steps, and tell a reader that understands it between them that this goes on.
@@ -402,7 +433,7 @@ class SourceRoutes(BaseHTTPRequestHandler):
         for piece in body.pieces(begin, end):
             # No trailer can follow here: a body that ends early is how a reader learns of it.
             source.check_stands(publication)
-            self._send([piece])
+            self._send_paced([piece], lambda: source.check_stands(publication))
 
     def _range(self, nbytes: int, etag: str) -> ByteRange | UnsatisfiableRangeError | None:
         header = self.headers.get("Range")
@@ -425,17 +456,41 @@ class SourceRoutes(BaseHTTPRequestHandler):
             self.send_header("Connection", "close")
         self.end_headers()
 
+    def _send_paced(self, views: list[memoryview], while_waiting: Callable[[], None] | None) -> None:
+        """Send every byte of `views` at the pace that the process keeps.
+
+        Args:
+            while_waiting: Called now and then; None sends all at once. What it raises is passed on if nothing was sent
+                yet; later it ends the waiting alone, for a frame that has begun has to come to its trailer, which says
+                that it is torn.
+        """
+        pacer = self.ranks.capacity.pacer
+        begun = False
+        while views and while_waiting is not None and pacer.bytes_per_s is not None:
+            try:
+                granted = pacer.take(sum(map(len, views)), while_waiting=while_waiting)
+            except FencedError:
+                if not begun:
+                    raise
+                break
+            piece, views = _split(views, granted)
+            self._send(piece)
+            begun = True
+        self._send(views)
+
     def _send(self, views: list[memoryview]) -> None:
         """Send every byte of `views`, in order; a reader that takes none for `write_timeout_s` is an OSError."""
         if isinstance(self.connection, ssl.SSLSocket):
             for view in views:
                 self.connection.sendall(view)
+                self._sent += len(view)
             return
         # The kernel takes all of it in one call, and its own clock (SO_SNDTIMEO) ends the wait.
         if self.connection.gettimeout() is not None:
             self.connection.settimeout(None)
         while views:
             sent = self.connection.sendmsg(views[:_MAX_IOVECS])
+            self._sent += sent
             taken = 0
             while taken < len(views) and sent >= len(views[taken]):
                 sent -= len(views[taken])
@@ -531,6 +586,15 @@ def _digest(publication: Publication, frame: Frame, views: list[memoryview]) -> 
 def _as_ours(source: Source, error: TransferError) -> TransferError:
     """What a reader is told of an error: that our device fails must not look as if its own did."""
     return SourceError(f"{source}: {error}") if isinstance(error, DeviceError) else error
+
+
+def _split(views: list[memoryview], nbytes: int) -> tuple[list[memoryview], list[memoryview]]:
+    """The first `nbytes` of views, and what follows."""
+    for index, view in enumerate(views):
+        if nbytes < len(view):
+            return [*views[:index], view[:nbytes]], [view[nbytes:], *views[index + 1 :]]
+        nbytes -= len(view)
+    return views, []
 
 
 def _check_ticket(source: Source, ticket: Ticket, request: ReadRequest) -> None:

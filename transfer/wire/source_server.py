@@ -21,6 +21,9 @@ from weightwire.transfer.wire.source_routes import SourceRoutes
 
 logger = logging.getLogger(__name__)
 
+# How long streams that are cut off have for the frame that they are in, and for the one that says so.
+_LAST_FRAMES_S = 1.0
+
 
 class SourceServer:
     """Answers for one `Source`, or for several ranks of one process; one thread for each connection.
@@ -39,19 +42,21 @@ class SourceServer:
         port: int = 0,
         tls: ssl.SSLContext | None = None,
         sockets: SocketOptions | None = None,
+        listening: socket.socket | None = None,
     ) -> None:
         """Bind the port, and keep it; nobody is answered before `start`.
 
         Args:
             source: One, or several by rank, as `Source.of_ranks` makes them.
             sockets: Of the connections that are accepted.
+            listening: A socket that is bound already, in place of `port`; closed at the end.
 
         Raises:
             SettingsError: If the address cannot be bound.
             ValueError: If several are not ranks of one process.
         """
         self.ranks = ServedRanks(source)
-        self._listener = _bind((host, port), self.ranks, sockets or SocketOptions())
+        self._listener = _bind((host, port), self.ranks, sockets or SocketOptions(), listening)
         if tls is not None:
             # The handshake waits for the connection's own thread: a silent client must not stop the others.
             self._listener.socket = tls.wrap_socket(
@@ -87,8 +92,13 @@ class SourceServer:
         self._thread.start()
 
     def stop(self, *, drain_s: float = 5.0) -> None:
-        """Withdraw, let readers finish for up to `drain_s` seconds, cut off the rest, close the port."""
+        """Withdraw, let readers finish for up to `drain_s` seconds, cut off the rest, close the port.
+
+        Until the port is closed, whoever comes is told to go elsewhere. Streams that are cut off end with a FAIL frame,
+        as far as their readers take it.
+        """
         self.ranks.withdraw(drain_s=drain_s)
+        self.ranks.wait_for_readers(timeout_s=_LAST_FRAMES_S)
         if self._thread.is_alive():
             self._listener.shutdown()
             self._thread.join()
@@ -103,13 +113,19 @@ class _Listener(ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = 256
 
-    def __init__(self, place: tuple[str, int], ranks: ServedRanks, sockets: SocketOptions) -> None:
+    def __init__(
+        self, place: tuple[str, int], ranks: ServedRanks, sockets: SocketOptions, listening: socket.socket | None
+    ) -> None:
         self.address_family = socket.getaddrinfo(*place, type=socket.SOCK_STREAM)[0][0]
         self.ranks = ranks
         self.sockets = sockets
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
-        super().__init__(place, SourceRoutes)
+        super().__init__(place, SourceRoutes, bind_and_activate=listening is None)
+        if listening is not None:
+            self.socket.close()
+            self.socket = listening
+            self.server_port = listening.getsockname()[1]
 
     def server_bind(self) -> None:
         # HTTPServer asks DNS for its own name here, which may take seconds and is never used. Its base does not, and
@@ -145,10 +161,12 @@ class _Listener(ThreadingHTTPServer):
                 socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
-def _bind(place: tuple[str, int], ranks: ServedRanks, sockets: SocketOptions) -> _Listener:
+def _bind(
+    place: tuple[str, int], ranks: ServedRanks, sockets: SocketOptions, listening: socket.socket | None
+) -> _Listener:
     host, port = place
     try:
-        return _Listener(place, ranks, sockets)
+        return _Listener(place, ranks, sockets, listening)
     except (OSError, OverflowError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise SettingsError(

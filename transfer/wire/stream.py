@@ -23,6 +23,7 @@ from weightwire.transfer.errors import (
     DeviceError,
     ProtocolError,
     SourceBusyError,
+    SourceLeavingError,
     SourceRefusedError,
     SourceStalledError,
     SourceUnreachableError,
@@ -378,7 +379,7 @@ class SourceStream:
             content_type=response.getheader("Content-Type", ""),
             url=f"{self.endpoint.url}/v1/read{self._connection.way}",
         )
-        if response.status in _BUSY_STATUSES and not isinstance(error, SourceBusyError):
+        if response.status in _BUSY_STATUSES and not isinstance(error, (SourceBusyError, SourceLeavingError)):
             return SourceBusyError(str(error), retry_after_s=_retry_after(response))
         return error
 

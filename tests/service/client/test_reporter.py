@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 
 from weightwire.service.client import reporter as reporter_module
-from weightwire.service.client.api import RankBinding, ServiceClient
+from weightwire.service.client.api import RankBinding, ReportedFailure, ServiceClient
 from weightwire.service.client.reporter import Reporter
 from weightwire.transfer.control import Control
 from weightwire.transfer.errors import CancelledError, NotFoundError, ServiceUnreachableError, TransferError
@@ -30,15 +30,23 @@ class Service:
 
     def __init__(self) -> None:
         self.reports: list[tuple[int, RankProgress, Sources]] = []
+        self.failures: list[tuple[int, str]] = []
         self.answer: TransferError | None = None
         self.refusal: TransferError | None = None
         self._told = threading.Condition()
 
     def report(
-        self, transfer_id: str, binding: RankBinding, progress: RankProgress, *, sources: Sources = ()
+        self,
+        transfer_id: str,
+        binding: RankBinding,
+        progress: RankProgress,
+        *,
+        sources: Sources = (),
+        failures: Sequence[ReportedFailure] = (),
     ) -> TransferError | None:
         with self._told:
             self.reports.append((binding.rank, progress, sources))
+            self.failures.extend((binding.rank, failure.code) for failure in failures)
             self._told.notify_all()
             refusal = self.refusal
         if refusal is not None:
@@ -88,6 +96,36 @@ def test_rank_without_news_is_reported_again_so_that_an_end_is_heard(service: Se
         service.answer = CancelledError("transfer: cancelled on request")
         with pytest.raises(CancelledError, match="on request"):
             control.pause(PATIENCE_S)
+
+
+def failure(code: str) -> ReportedFailure:
+    return ReportedFailure(instance_id="s", rank=0, generation=7, code=code, detail="x")
+
+
+def test_source_that_was_given_up_is_reported_while_the_rank_goes_on_and_only_once(
+    service: Service, control: Control
+) -> None:
+    with open_reporter(service, control) as reporter:
+        reporter.update(1, receiving(1))
+        service.wait_for(1, receiving(1))
+        reporter.failed(1, failure("checksum_mismatch"))
+        service.wait_for(1, receiving(1), times=2)
+        reporter.failed(0, failure("source_leaving"))
+        reporter.finish(0, READY, sources=[])
+        reporter.finish(1, READY, sources=[])
+    assert sorted(service.failures) == [(0, "source_leaving"), (1, "checksum_mismatch")]
+
+
+def test_failure_that_could_not_be_told_is_told_when_the_service_is_back(service: Service, control: Control) -> None:
+    service.refusal = ServiceUnreachableError("away", url="http://service")
+    with open_reporter(service, control) as reporter:
+        reporter.failed(0, failure("checksum_mismatch"))
+        service.wait_for(0, RankProgress(), times=2)
+        service.refusal = None
+        service.failures.clear()
+        reporter.finish(0, READY, sources=[])
+        reporter.finish(1, READY, sources=[])
+    assert set(service.failures) == {(0, "checksum_mismatch")}
 
 
 def test_end_of_a_rank_is_reported_once_with_its_sources_and_at_once(service: Service, control: Control) -> None:

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from tests.transfer.conftest import KEY, PATIENCE_S, filled
-from weightwire.transfer.errors import FencedError, SourceBusyError, TicketError
+from weightwire.transfer.errors import FencedError, SourceBusyError, SourceLeavingError, TicketError
 from weightwire.transfer.shells import Shells
 from weightwire.transfer.tickets import Ticket, issue_ticket
-from weightwire.transfer.wire.source import Access, Publication, Source, SourceIdentity, SourceLimits
+from weightwire.transfer.wire.limits import Capacity, LimitOverrides, SourceLimits
+from weightwire.transfer.wire.source import Access, Publication, Source, SourceIdentity
 
 
 def sealed(seed: int = 0) -> Shells:
@@ -56,6 +57,51 @@ def test_readers_beyond_the_limit_are_asked_to_come_back(source: Source) -> None
         assert source.active_readers == 2
     with source.reading():
         pass
+
+
+def test_limits_change_while_readers_are_under_way(source: Source) -> None:
+    other = Source.of_ranks(SourceIdentity(instance_id="s"), (0, 1), source.limits)
+    for each in other.values():
+        each.publish(sealed(), weight_version=1)
+    with other[0].reading(), other[1].reading():
+        other[1].set_limits(SourceLimits(max_readers=1, retry_after_s=2))
+        assert other[0].limits.max_readers == 1
+        with pytest.raises(SourceBusyError, match="1 readers") as caught, other[0].reading():
+            pass
+        assert caught.value.facts == {"retry_after_s": 2}
+        assert other[0].capacity.readers == 2, "who reads goes on"
+    with other[0].reading():
+        pass
+    other[0].set_limits(SourceLimits(max_readers=0))
+    with pytest.raises(SourceBusyError, match="0 readers"), other[1].reading():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"max_bytes_per_s": 0}, "max_bytes_per_s: is 0, expected 65536 at least.*max_readers=0"),
+        ({"max_bytes_per_s": 65535}, "max_bytes_per_s: is 65535"),
+        ({"max_readers": -1}, "max_readers: is -1"),
+    ],
+)
+def test_limits_that_look_like_a_dead_source_are_refused(limits: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SourceLimits(**limits)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "readers", "rate"),
+    [
+        pytest.param(LimitOverrides(), 3, 70_000, id="nothing is set"),
+        pytest.param(LimitOverrides(max_readers=0), 0, 70_000, id="readers are"),
+        pytest.param(LimitOverrides(max_bytes_per_s=90_000), 3, 90_000, id="the rate is"),
+        pytest.param(LimitOverrides(max_bytes_per_s="unlimited"), 3, None, id="the rate is taken away"),
+    ],
+)
+def test_overrides_leave_what_they_do_not_name(overrides: LimitOverrides, readers: int, rate: int | None) -> None:
+    limits = overrides.over(SourceLimits(max_readers=3, max_bytes_per_s=70_000, retry_after_s=9))
+    assert (limits.max_readers, limits.max_bytes_per_s, limits.retry_after_s) == (readers, rate, 9)
 
 
 def test_source_that_publishes_nothing_is_busy() -> None:
@@ -111,7 +157,7 @@ def test_withdraw_lets_readers_finish_and_no_new_one_in(source: Source) -> None:
     leaving = threading.Thread(target=source.withdraw, kwargs={"drain_s": PATIENCE_S})
     leaving.start()
     wait_until_withdrawn(source)
-    with pytest.raises(SourceBusyError), source.reading():
+    with pytest.raises(SourceLeavingError), source.reading():
         pass
     assert leaving.is_alive()
     go.set()
@@ -182,3 +228,47 @@ def test_ticket_of_the_key_before_stays_good_and_those_of_older_ones_do_not(sour
     for bad in (ticket(keys[0]), ticket(keys[1], expires_in_s=-1), "x", ""):
         with pytest.raises(TicketError):
             source.read_ticket(bad)
+
+
+# Seats
+
+
+def test_readers_in_line_get_seats_in_the_order_of_coming_before_those_that_come_again() -> None:
+    capacity = Capacity(SourceLimits(max_readers=1, seat_wait_s=PATIENCE_S))
+    assert capacity.take_seat()
+    came, served = list[threading.Thread](), list[int]()
+    for number in range(3):
+        came.append(threading.Thread(target=sit, args=(capacity, number, served)))
+        came[-1].start()
+        while capacity.in_line <= number:
+            time.sleep(0)
+    capacity.leave_seat()
+    assert capacity.take_seat(), "it is served as well, after all of them"
+    assert served == [0, 1, 2]
+    for thread in came:
+        thread.join(PATIENCE_S)
+    capacity.leave_seat()
+    assert capacity.readers == capacity.in_line == 0
+
+
+def sit(capacity: Capacity, number: int, served: list[int]) -> None:
+    assert capacity.take_seat()
+    served.append(number)
+    capacity.leave_seat()
+
+
+def test_seats_that_are_added_go_to_those_in_line_and_nobody_waits_where_none_will_come() -> None:
+    capacity = Capacity(SourceLimits(max_readers=0, seat_wait_s=PATIENCE_S))
+    assert not capacity.take_seat()
+    capacity.set_limits(SourceLimits(max_readers=1, seat_wait_s=PATIENCE_S))
+    assert capacity.take_seat()
+    served = list[int]()
+    thread = threading.Thread(target=sit, args=(capacity, 1, served))
+    thread.start()
+    while not capacity.in_line:
+        time.sleep(0)
+    capacity.set_limits(SourceLimits(max_readers=2, seat_wait_s=PATIENCE_S))
+    thread.join(PATIENCE_S)
+    assert served == [1]
+    capacity.set_limits(SourceLimits(max_readers=1, seat_wait_s=0.0))
+    assert not capacity.take_seat()

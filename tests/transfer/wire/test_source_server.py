@@ -36,7 +36,7 @@ from tests.transfer.wire.conftest import MEDIA_TYPE, Model, data
 from weightwire.transfer.errors import (
     FencedError,
     SettingsError,
-    SourceBusyError,
+    SourceLeavingError,
     SourceUnreachableError,
     TicketError,
 )
@@ -135,13 +135,26 @@ def test_source_is_healthy_and_ready(served: Served, client: Connect) -> None:
 
 
 def test_source_that_publishes_nothing_is_healthy_and_not_ready(served: Served, client: Connect) -> None:
+    unpublished = Source(SourceIdentity(instance_id="s", generation=GENERATION))
+    unpublished.grant_access(Access(ticket_key=KEY))
+    with SourceServer(unpublished) as server:
+        get = client(Served(server=server, manifest=served.manifest))
+        assert get("GET", "/healthz").status == 200
+        for path in ("/readyz", "/v1/tensors/a", "/v1/export.safetensors"):
+            reply = get("GET", path)
+            assert (reply.status, reply.problem["code"]) == (503, "source_busy")
+            assert reply.headers["Retry-After"] == "1"
+
+
+def test_source_that_withdrew_is_healthy_and_sends_its_readers_elsewhere(served: Served, client: Connect) -> None:
     served.source.withdraw()
     get = client(served)
     assert get("GET", "/healthz").status == 200
-    for path in ("/readyz", "/v1/tensors/a", "/v1/export.safetensors"):
+    assert get("GET", "/readyz").status == 503
+    for path in ("/v1/tensors/a", "/v1/export.safetensors"):
         reply = get("GET", path)
-        assert (reply.status, reply.problem["code"]) == (503, "source_busy")
-        assert reply.headers["Retry-After"] == "1"
+        assert (reply.status, reply.problem["code"]) == (503, "source_leaving")
+        assert "Retry-After" not in reply.headers
 
 
 # One tensor
@@ -869,5 +882,5 @@ def test_many_readers_at_once_get_the_same_bytes(serve: Serve, model: Model) -> 
         thread.join(PATIENCE_S)
     assert found == [model.memory] * 8
     assert drained(served.source)
-    with pytest.raises(SourceBusyError), served.source.reading():
+    with pytest.raises(SourceLeavingError), served.source.reading():
         pass
