@@ -141,7 +141,8 @@ class PlannedPull:
         """The answer to another question: this one where it is the same, else with what is known of equal sources."""
         if len(sources) != len(self.planner.sources) or any(map(is_not, sources, self.planner.sources)):
             return PlannedPull.of(target, sources, supply)
-        if target is self.target and supply == self.supply:
+        # What is covered grows in place: an equal question may have another answer by now.
+        if target is self.target and not supply.covered and supply == self.supply:
             return self
         return replace(self, target=target, supply=supply, plan=self.planner.plan(target, supply))
 

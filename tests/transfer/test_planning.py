@@ -562,3 +562,13 @@ def test_source_that_alone_has_much_is_asked_for_no_more_when_the_rates_say_so()
     part = Shells.from_tensors({"shared": tensors["shared"]}).manifest
     plan = plan_pull(both, [both, part], Supply(rates=[1.0, 1.0]))
     assert (plan.source_bytes(0), plan.source_bytes(1)) == (10_000, 10_000)
+
+
+def test_plan_is_made_anew_when_more_is_covered_although_the_question_looks_the_same() -> None:
+    """The intervals that are covered are one object all through a transfer, and grow."""
+    shells = Shells.from_tensors({"a": torch.empty(100, dtype=torch.uint8)})
+    sources, covered = [shells.manifest], IntervalSet([(0, 10)])
+    first = PlannedPull.of(shells.manifest, sources, Supply(covered=covered))
+    covered.add(10, 100)
+    again = first.planned(shells.manifest, sources, Supply(covered=covered))
+    assert (first.plan.source_bytes(0), again.plan.source_bytes(0)) == (90, 0)

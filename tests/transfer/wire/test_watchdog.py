@@ -107,7 +107,7 @@ def test_streams_of_one_process_count_together() -> None:
     busy.asking = silent.asking = True
     busy.received, busy.waits, silent.received = 5, 1, 7
     assert Reading.of(busy, silent, idle) == Reading(asking=True, received=12, waits=1)
-    assert Reading.of(idle) == Reading(asking=False, received=0, waits=0)
+    assert Reading.of(idle) == Reading(asking=False, received=0, waits=0, unanswered=True)
 
 
 def test_processes_are_judged_apart_and_can_be_forgotten() -> None:
