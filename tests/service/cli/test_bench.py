@@ -107,13 +107,13 @@ def test_wrong_usage_is_told_before_anything_starts(
 
 @needs_hosts
 def test_fanout_fills_every_target_that_nothing_happens_to(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["bench", "fanout", "--hosts", "2", "--mib", "8", "--rate", "400mbit", "--stop", "2", "--json"]) == 0
+    assert run(["bench", "fanout", "--hosts", "2", "--mib", "44", "--rate", "1gbit", "--stop", "2", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     first, second = cast("list[dict[str, object]]", answer["per_target"])
-    assert (first["host"], first["state"], first["identical"], first["bytes_peer"]) == (1, "ready", True, 8 << 20)
+    assert (first["host"], first["state"], first["identical"], first["bytes_peer"]) == (1, "ready", True, 44 << 20)
     assert (second["host"], second["state"]) == (2, "stopped")
     assert differences(documented("bench fanout"), answer) == []
-    assert answer["ideal_seconds"] == (8 << 23) / 400e6
+    assert answer["ideal_seconds"] == (44 << 23) / 1e9
     assert answer["ratio"] == answer["seconds"] / answer["ideal_seconds"]
     assert answer["error"] is None
 
