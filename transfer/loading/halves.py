@@ -6,6 +6,7 @@ is scales alone, one number for each block, and only those that come before thei
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
@@ -19,6 +20,8 @@ from weightwire.transfer.loading.block_scales import Block, num_blocks, scale_bl
 from weightwire.transfer.loading.casts import SAME_DTYPE, CastPolicy
 from weightwire.transfer.loading.padding import Cut, whole
 from weightwire.transfer.loading.slots import SlotId, attached_loader
+
+_MEETING = threading.Lock()
 
 SCALE_LEAF = "weight_scale_inv"
 FP8 = torch.float8_e4m3fn
@@ -134,13 +137,18 @@ class HalvesLoader:
         if slot is None:
             self._cuts.load(shell, tensor, None, name=name, casts=self.casts)
             return self.slots
+        if slot not in self.slots:
+            raise no_such_slot(name, slot, self.slots)
+        # Workers may bring both halves at once.
+        with _MEETING:
+            return self._take(shell, tensor, str(slot), name=name)
+
+    def _take(self, shell: torch.Tensor, tensor: torch.Tensor, slot: str, *, name: str) -> tuple[SlotId, ...]:
         scaled = next((part for part in self.quantised if slot == scale_slot(part)), None)
         if scaled is not None:
             self._take_scale(shell, tensor, scaled, name=name)
             return (slot,)
-        if slot not in dict(self.parts):
-            raise no_such_slot(name, slot, self.slots)
-        return self._take_weight(shell, tensor, str(slot), name=name)
+        return self._take_weight(shell, tensor, slot, name=name)
 
     def _take_weight(self, shell: torch.Tensor, tensor: torch.Tensor, part: str, *, name: str) -> tuple[SlotId, ...]:
         is_half = part in self.quantised and tensor.dtype == FP8
