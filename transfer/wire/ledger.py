@@ -27,9 +27,12 @@ _CLAIM_S = 0.25
 _CLAIM_LATENCIES = 20
 _LONGEST_CLAIM_S = 4.0
 _MIN_CLAIM_S = 0.01
-# Where others wait for what comes first, a claim is shorter still.
+# Where others wait for what comes first, a claim is shorter still: until it is through, what another stream fetches
+# behind it is of no use to them. A single stream fetches in order anyway, and would only wait between its claims.
 _PIPELINED_S = 0.05
-_PIPELINED_CHUNKS = 4
+_PIPELINED_LATENCIES = 2
+_ALONE_S = 1.0
+_ALONE_CHUNKS = 16
 # What a new request costs, roughly, and what must be won for one to be cut short.
 _REQUEST_S = 0.01
 _WORTH_S = 0.05
@@ -172,8 +175,10 @@ class Ledger:
         chunk = self._manifest.chunk_bytes
         share = self._waiting_bytes * 7 // (8 * self._num_streams)
         if self._pipelined:
-            wanted = max(_PIPELINED_CHUNKS * chunk, int(reader.rate * _PIPELINED_S))
-            return min(wanted, max(share, _PIPELINED_CHUNKS * chunk), self._most_bytes)
+            if self._num_streams == 1:
+                return min(max(_ALONE_CHUNKS * chunk, int(reader.rate * _ALONE_S)), self._most_bytes)
+            wanted = int(reader.rate * max(_PIPELINED_S, reader.latency_s * _PIPELINED_LATENCIES))
+            return min(max(wanted, chunk), max(share, chunk), self._most_bytes)
         if not self._by_rate:
             return min(max(share, _MIN_CLAIM_BYTES), self._most_bytes)
         if not reader.rate:

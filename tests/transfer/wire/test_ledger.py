@@ -352,16 +352,33 @@ def test_claims_on_a_long_link_are_long() -> None:
     assert reader.latency_s == pytest.approx(0.05, abs=1e-6)
 
 
-def test_claims_of_a_pipeline_are_short_and_in_rising_order() -> None:
-    ledger, _ = open_ledger(64 * MIB, chunk_bytes=MIB, num_streams=1, pipelined=True)
+@pytest.mark.parametrize(("num_streams", "most"), [(1, 16), (2, 1)], ids=["one stream", "two streams"])
+def test_claims_of_a_pipeline_are_short_and_in_rising_order(num_streams: int, most: int) -> None:
+    ledger, _ = open_ledger(64 * MIB, chunk_bytes=MIB, num_streams=num_streams, pipelined=True)
     begins: list[int] = []
     reader = Reader("parent")
     while claim := ledger.claim(reader, timeout_s=0):
-        assert claim.owned <= 4 * MIB
+        # Of a clock that stands nothing is known about a rate.
+        assert claim.owned <= most * MIB
         begins.append(claim.segments[0].source.offset)
         finish(ledger, claim)
     assert begins == sorted(begins)
-    assert len(begins) >= 16
+    assert len(begins) >= 64 // most
+
+
+@pytest.mark.parametrize(
+    ("num_streams", "latency_s", "expected"),
+    [
+        pytest.param(2, 0.0, 5, id="a twentieth of a second"),
+        pytest.param(2, 0.1, 20, id="two latencies on a long link"),
+        pytest.param(1, 0.1, 100, id="a second where nobody fetches what is behind"),
+    ],
+)
+def test_claims_of_a_pipeline_grow_with_the_rate(num_streams: int, latency_s: float, expected: int) -> None:
+    ledger, _ = open_ledger(4096 * MIB, chunk_bytes=MIB, num_streams=num_streams, pipelined=True)
+    reader = Reader("x")
+    reader.rate, reader.latency_s = 100.0 * MIB, latency_s
+    assert taken(ledger, reader).owned == expected * MIB
 
 
 def test_slow_source_takes_nothing_that_a_fast_one_would_have_sooner() -> None:
