@@ -184,7 +184,7 @@ class Source:
     def expect(self) -> None:
         """Ask readers to come back in a moment: whether there will be something to serve is about to be known."""
         with self._gate:
-            self._undecided, self._declined = True, None
+            self._undecided, self._declined, self._withdrawing = True, None, False
 
     def decline(self, why: str) -> None:
         """Serve nothing, and say so at once, so that readers go elsewhere; until something is published again.
