@@ -258,7 +258,8 @@ class Source:
     def _published(self) -> Publication:
         """What may be read now; raises as `reading`."""
         with self._gate:
-            if self._withdrawing:
+            # A target that withdrew may receive again, and has more to say.
+            if self._withdrawing and not self._undecided and self._declined is None:
                 raise SourceLeavingError(f"{self}: it takes its weights back, expected to be read no more")
             if self._publication is None:
                 raise self._nothing_published()

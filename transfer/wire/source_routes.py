@@ -468,6 +468,8 @@ class SourceRoutes(BaseHTTPRequestHandler):
         begun = False
         while views and while_waiting is not None and pacer.bytes_per_s is not None:
             try:
+                # At each turn, for one that comes soon asks nothing itself.
+                while_waiting()
                 granted = pacer.take(sum(map(len, views)), while_waiting=while_waiting)
             except FencedError:
                 if not begun:
