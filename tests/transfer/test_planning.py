@@ -515,6 +515,15 @@ def test_question_that_was_answered_is_not_planned_again() -> None:
     assert planned.planned(FUSED, list(sources), Supply(capacities=[1, 1], on_disk={"q"})) is planned
 
 
+def test_coverage_that_has_grown_in_place_is_another_question() -> None:
+    sources, covered = [half(0), half(1)], IntervalSet([(0, 16)])
+    supply = Supply(on_disk=frozenset(), covered=covered)
+    planned = PlannedPull.of(FUSED, sources, supply)
+    covered.add(16, 64)
+    again = planned.planned(FUSED, sources, supply)
+    assert again.plan == plan_pull(FUSED, sources, supply) != planned.plan
+
+
 def test_other_question_is_planned_with_what_is_known_of_the_same_sources() -> None:
     sources = [half(0), half(1)]
     planned = PlannedPull.of(FUSED, sources, NO_DISK)
