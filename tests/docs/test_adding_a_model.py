@@ -35,7 +35,7 @@ def test_files_that_are_named_are_there() -> None:
 def test_loaders_that_are_named_are_there() -> None:
     modules = [
         importlib.import_module(f"weightwire.transfer.loading.{name}")
-        for name in ("base_loaders", "fused_loaders", "vocabulary", "expert_loaders", "scale_loaders")
+        for name in ("base_loaders", "fused_loaders", "vocabulary", "expert_loaders", "scale_loaders", "halves")
     ]
     named = [name for row, _ in table(PAGE, "What is more than a trait") for name in re.findall(r"\w+Loader\b", row)]
     assert len(named) > 7

@@ -20,7 +20,7 @@ def test_b29_rows_of_each_head_are_its_key_s_and_then_its_value_s() -> None:
     assert torch.cat([w_vc[0].T, w_vc[1].T]).equal(weight[[3, 4, 8, 9]])
 
 
-# L137, L138, C5
+# L137, L138, L151, C5
 @pytest.mark.parametrize(
     ("heads", "rows", "rank", "kc", "vc"),
     [
@@ -39,7 +39,6 @@ def test_shapes_and_strides_are_those_that_kernels_take(
     assert (tuple(w_kc.shape), w_kc.stride()) == kc
     assert (tuple(w_vc.shape), w_vc.stride()) == vc
     assert not w_vc.is_contiguous()
-    # L151
     assert w_kc.nbytes + w_vc.nbytes == weight.nbytes
 
 

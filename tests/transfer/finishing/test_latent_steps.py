@@ -141,7 +141,7 @@ def test_draft_role_splits_its_decoder(folder: Path) -> None:
     ]
 
 
-# L134, L147, L149, B29 of the public cases, C10
+# L134, L147, L149, C10
 def test_b29_new_weights_reach_the_memory_that_graphs_have_captured(folder: Path, tensors: Tensors) -> None:
     tree, finisher = tree_of(folder, tensors)
     finisher.run()

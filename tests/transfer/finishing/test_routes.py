@@ -131,7 +131,7 @@ def back(found: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([w_kc, w_vc.transpose(1, 2)], dim=1).flatten(0, 1) * scale
 
 
-# L141, L142, L146, C9
+# L141, L142, L146, L148, C9
 @pytest.mark.parametrize("name", CASES)
 def test_matrix_comes_out_right(name: str) -> None:
     case, platform = CASES[name], PLATFORMS[CASES[name].platform]
@@ -143,7 +143,7 @@ def test_matrix_comes_out_right(name: str) -> None:
     assert tuple(sorted(found)) == case.outputs
     difference = (back(found) - matrix().float()).norm() / matrix().float().norm()
     assert difference <= case.error
-    # L148: what was given is as it was, and nothing that came out lies in it.
+    # What was given is as it was, and nothing that came out lies in it.
     assert all(
         tensor.view(torch.uint8).equal(before[leaf].view(torch.uint8)) for leaf, tensor in given.items() if tensor.dim()
     )

@@ -92,7 +92,6 @@ def test_what_has_its_final_form_is_not_finished_twice() -> None:
     assert value(tree, "a.weight") == [2, 1, 0]
 
 
-# B28 of the public cases: a push into a form of a kernel.
 def test_b28_push_into_a_final_form_is_refused() -> None:
     finisher = Finisher(model(), [reverse("a")])
     finisher.run()
