@@ -12,6 +12,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,12 @@ def read_modules(root: Path) -> dict[str, Module]:
             name = ".".join(("weightwire", *parts) if folder in PACKAGES else parts)
             found[name] = Module(name=name, path=path, tree=ast.parse(file.read_text("utf-8"), str(path)))
     return found
+
+
+@cache
+def modules_here() -> Modules:
+    """Those of this repository, parsed once."""
+    return read_modules(ROOT)
 
 
 def ours(modules: Modules) -> Iterator[Module]:
@@ -424,7 +431,7 @@ def plant(root: Path, files: Mapping[str, str]) -> Modules:
 
 @pytest.mark.parametrize("rule", RULES, ids=title)
 def test_repository_keeps_the_rule(rule: Rule) -> None:
-    assert list(rule(ROOT, read_modules(ROOT))) == []
+    assert list(rule(ROOT, modules_here())) == []
 
 
 @pytest.mark.parametrize(
@@ -442,17 +449,17 @@ def test_rule_lets_good_code_pass(tmp_path: Path, rule: Rule) -> None:
 
 def test_repository_is_read_whole() -> None:
     """An empty reading would keep every rule."""
-    modules = read_modules(ROOT)
+    modules = modules_here()
     assert {"weightwire.transfer", "weightwire.transfer.errors", "tests.test_architecture"} <= modules.keys()
     assert edges(modules)["weightwire.transfer.dtypes"] == {"weightwire.transfer.errors"}
 
 
 def test_pure_modules_are_where_the_rule_looks() -> None:
-    assert set(PURE) <= read_modules(ROOT).keys()
+    assert set(PURE) <= modules_here().keys()
 
 
 @pytest.mark.parametrize(
-    "name", [module.name for module in ours(read_modules(ROOT)) if module.is_package], ids=lambda name: f"{name}"
+    "name", [module.name for module in ours(modules_here()) if module.is_package], ids=lambda name: f"{name}"
 )
 def test_package_has_every_name_that_it_exports(name: str) -> None:
     package = importlib.import_module(name)
