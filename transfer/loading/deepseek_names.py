@@ -115,6 +115,9 @@ class DeepseekNames:
 
 Question: TypeAlias = Callable[[Resolver, Query], Outcomes | Query]
 
+_BEFORE: tuple[Question, ...] = (Resolver.mapped_away, Resolver.unwanted)
+_SCALES: tuple[Question, ...] = (Resolver.kv_scale, Resolver.block_scale)
+
 
 def deepseek_steps(names: DeepseekNames) -> tuple[Step, ...]:
     """The table. The index of a step in it is its number in the rule; the first with an answer ends a name.
@@ -122,72 +125,28 @@ def deepseek_steps(names: DeepseekNames) -> tuple[Step, ...]:
     Number 2 decides no name: whether a worker places the tensor, or the reader's thread, is for the hand-off to say
     (`hand_off.belongs_in_pool`).
     """
-    return (
-        Step(
-            rules=("L72", "L76"),
-            needs="spellings",
-            decide=_first(Resolver.mapped_away, Resolver.unwanted, names.spell),
-            about="spelling of the prefix",
-            is_whole=True,
-        ),
-        Step(
-            rules=("L119",),
-            needs="expert table, shells",
-            decide=_expert_input_scale,
-            about="input scale of an expert, without a shell",
-        ),
-        Step(rules=(), needs="where the tensor lies", decide=_no_name, about="by a worker or at once"),
-        Step(rules=("L68",), needs="layer number, stage", decide=_other_layer, about="layer of another stage"),
-        Step(
-            rules=(),
-            needs="fusion of shared experts",
-            decide=names.shared_expert,
-            about="shared expert posing as routed",
-            is_whole=True,
-        ),
-        Step(
-            rules=("L123", "L124"),
-            needs="role",
-            decide=names.draft,
-            about="draft role: its own layer alone",
-            is_whole=True,
-        ),
-        Step(
-            rules=("L122",),
-            needs="role, layer number",
-            decide=names.draft_of_others,
-            about="main role: the draft's layer",
-            is_whole=True,
-        ),
-        Step(rules=("L125",), needs="shells", decide=_all_experts, about="matrices of all experts"),
-        Step(rules=("L66",), needs="nothing", decide=Resolver.rotary_cache, about="rotary cache"),
-        Step(rules=("L67",), needs="shells", decide=Resolver.foreign_indexer, about="indexer that is not here"),
-        Step(rules=("L127",), needs="shells", decide=_indexer_part, about="part of the fused indexer"),
-        Step(
-            rules=("L54", "L55", "L83"),
-            needs="stacked rows, shells",
-            decide=Resolver.stacked,
-            about="part of a fused projection",
-        ),
-        Step(
-            rules=("L59", "L62", "L63", "L55", "L83"),
-            needs="expert number, expert placement, shells",
-            decide=Resolver.expert,
-            about="matrix of an expert",
-        ),
-        Step(
-            rules=("L82", "L83", "L130", "L55"),
-            needs="shells",
-            decide=_first(Resolver.kv_scale, Resolver.block_scale, _latent_part),
-            about="special names",
-        ),
-        Step(
-            rules=("L77", "L91", "L68", "L69", "L82", "L55", "L70"),
-            needs="shells, stage",
-            decide=_without_shell,
-            about="no shell",
-        ),
-        Step(rules=("L91", "L72"), needs="shells", decide=Resolver.own_name, about="the shell's own loader"),
+    # What is asked, the fact that decides, rules of the outcomes, the question; and whether it is about whole names.
+    rows: tuple[tuple[str, str, str, Question, bool], ...] = (
+        ("spelling of the prefix", "spellings", "L72 L76", _first(*_BEFORE, names.spell), True),
+        ("input scale of an expert, without a shell", "expert table, shells", "L119", _expert_input_scale, False),
+        ("by a worker or at once", "where the tensor lies", "", _no_name, False),
+        ("layer of another stage", "layer number, stage", "L68", _other_layer, False),
+        ("shared expert posing as routed", "fusion of shared experts", "", names.shared_expert, True),
+        ("draft role: its own layer alone", "role", "L123 L124", names.draft, True),
+        ("main role: the draft's layer", "role, layer number", "L122", names.draft_of_others, True),
+        ("matrices of all experts", "shells", "L125", _all_experts, False),
+        ("rotary cache", "nothing", "L66", Resolver.rotary_cache, False),
+        ("indexer that is not here", "shells", "L67", Resolver.foreign_indexer, False),
+        ("part of the fused indexer", "shells", "L127", _indexer_part, False),
+        ("part of a fused projection", "stacked rows, shells", "L54 L55 L83", Resolver.stacked, False),
+        ("matrix of an expert", "expert number and placement, shells", "L59 L62 L63 L55 L83", Resolver.expert, False),
+        ("special names", "shells", "L82 L83 L130 L55", _first(*_SCALES, _latent_part), False),
+        ("no shell", "shells, stage", "L77 L91 L68 L69 L82 L55 L70", _without_shell, False),
+        ("the shell's own loader", "shells", "L91 L72", Resolver.own_name, False),
+    )
+    return tuple(
+        Step(about=about, needs=needs, rules=tuple(rules.split()), decide=decide, is_whole=is_whole)
+        for about, needs, rules, decide, is_whole in rows
     )
 
 

@@ -16,7 +16,7 @@ from weightwire.transfer.finishing.latent_steps import latent_steps
 from weightwire.transfer.finishing.routes import PLATFORMS
 from weightwire.transfer.finishing.steps import Finisher, FinishStep, derived_bytes, derived_state, tensor_at
 from weightwire.transfer.manifest import Topology
-from weightwire.transfer.models import BuildOptions, ParameterTree, build_model, parse_config
+from weightwire.transfer.models import BuildOptions, MemoryAccount, ParameterTree, build_model, parse_config
 from weightwire.transfer.models.decoder import DecoderTree
 
 Tensors = dict[str, torch.Tensor]
@@ -187,11 +187,13 @@ def test_finishing_that_transposes_comes_after_the_split(folder: Path, tensors: 
         finisher.run()
 
 
-# L151, L184
+# L85, L151, L184
 def test_derived_state_is_listed_and_as_large_as_what_it_was_made_of(folder: Path, tensors: Tensors) -> None:
     tree, finisher = tree_of(folder, tensors)
     sources = sum(shell.nbytes for name, shell in tree.named_parameters() if name.endswith("kv_b_proj.weight"))
     assert derived_bytes(tree, finisher.steps) == sources
+    account = MemoryAccount.of(tree, post_process_bytes=derived_bytes(tree, finisher.steps))
+    assert account.total_bytes == account.shells_bytes + sources
     assert derived_state(tree, finisher.steps) == ()
     finisher.run()
     listed = derived_state(tree, finisher.steps)

@@ -359,6 +359,31 @@ def test_router_is_corrected_as_the_file_says(saved: SavedBy, method: str | None
     assert (f"{LAYER}.mlp.gate.e_score_correction_bias" in names) == expected
 
 
+# L60, L122
+def test_parameters_of_the_full_size_are_the_published_count() -> None:
+    members = {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "dtype": "bfloat16",
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 3,
+        "num_nextn_predict_layers": 1,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+    }
+    tree = build_model(parse_config(members), options=BuildOptions(device="meta"))
+    assert sum(shell.numel() for shell in shells_of(tree).values()) == 671_026_419_200
+
+
 def test_dense_layers_are_the_first_ones_and_those_between(saved: SavedBy) -> None:
     members = {**saved("deepseek_v3").members, "num_hidden_layers": 7, "first_k_dense_replace": 2, "moe_layer_freq": 2}
     config = parse_config(members)
