@@ -43,6 +43,7 @@ FAMILIES = (
     "padding",
     "placements",
     "plans",
+    "latent",
 )
 LEAST_PER_FAMILY = 2
 LIMIT_S = 100.0

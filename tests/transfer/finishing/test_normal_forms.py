@@ -26,6 +26,7 @@ def test_exponents_are_no_numbers() -> None:
     stored = torch.tensor([126, 127, 128, 254, 1], dtype=torch.uint8)
     assert exponents_to_scales(stored).tolist() == [0.5, 1.0, 2.0, 2.0**127, 2.0**-126]
     assert exponents_to_scales(stored.view(torch.float8_e8m0fnu)).tolist() == [0.5, 1.0, 2.0, 2.0**127, 2.0**-126]
+    assert as_scales(stored).equal(exponents_to_scales(stored))
     assert as_scales(stored).dtype == torch.float32
 
 
@@ -41,6 +42,7 @@ def test_second_load_gives_the_same_values_as_the_first() -> None:
     values, stored = torch.randn(4, 4).to(FP8), torch.tensor([[126, 130], [120, 127]], dtype=torch.uint8)
     first = by_blocks(values, stored, (2, 2))
     assert first.equal(by_blocks(values, stored, (2, 2)))
+    assert first.equal(by_blocks(values, torch.tensor([[0.5, 8.0], [2.0**-7, 1.0]]), (2, 2)))
     assert stored.tolist() == [[126, 130], [120, 127]]
 
 
