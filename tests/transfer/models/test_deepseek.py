@@ -16,7 +16,7 @@ from tests.transfer.models.conftest import Saved, differences, poisoned, ranks, 
 from weightwire.transfer.checkpoint import Checkpoint
 from weightwire.transfer.checkpoint.specs import specs_of
 from weightwire.transfer.control import Control
-from weightwire.transfer.errors import ConfigError, SlotsError, TopologyError
+from weightwire.transfer.errors import ConfigError, NamesError, SlotsError, TopologyError
 from weightwire.transfer.loading.block_scales import num_blocks
 from weightwire.transfer.loading.direct import load_direct
 from weightwire.transfer.loading.module_shells import shells_of
@@ -191,6 +191,60 @@ def test_draft_layer_may_stand_under_a_prefix_of_its_own(saved: SavedBy, options
     expected = loaded(checkpoint, Topology(), 0, options=options)
     found = loaded(replace(checkpoint, tensors=others), Topology(), 0, options=options, central=central)
     assert differences(expected, found) == []
+
+
+# -- both ways --
+
+ODD = {
+    "model.layers.1.mlp.experts.3.up_proj.input_scale": torch.ones(()),
+    "model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(2),
+    "model.layers.0.self_attn.indexer.wk.weight": torch.ones(2, 2),
+    "model.layers.1.self_attn.k_proj.k_scale": torch.ones(()),
+    "model.layers.2.self_attn.attn_mqa.v_scale": torch.ones(()),
+    "model.layers.2.mlp.experts.0.down_proj.bias": torch.zeros(8),
+    "model.layers.1.mlp.shared_experts.up_proj.bias": torch.zeros(8),
+    "model.layers.3.mlp.experts.1.up_proj.input_scale": torch.ones(()),
+    "model.layers.9.mlp.gate.weight": torch.ones(4, 8),
+}
+
+
+# L79, L119, C3
+@pytest.mark.parametrize(
+    "options",
+    [BuildOptions(), DRAFT, BuildOptions(kv_scales=True), BuildOptions(separate_head=True)],
+    ids=["main role", "draft role", "with scales of the cache", "with a head of its own"],
+)
+@pytest.mark.parametrize("topology", [Topology(), Topology(tp=2, ep=2), Topology(pp=2)], ids=str)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_both_ways_decide_alike(saved: SavedBy, *, options: BuildOptions, topology: Topology, tied: bool) -> None:
+    checkpoint = with_draft(saved("deepseek_v3"))
+    config = replace(checkpoint.config, tie_word_embeddings=tied)
+    tensors = {**checkpoint.tensors, **ODD}
+    for rank in ranks(topology) if options != DRAFT or topology.pp == 1 else ():
+        trees = [poisoned(config, topology, rank, options) for _ in range(2)]
+        by_tables, by_walk = (
+            tree.load_weights(tensors.items(), central=central)
+            for tree, central in zip(trees, (False, True), strict=True)
+        )
+        assert differences(*trees) == []
+        assert by_tables.counts == by_walk.counts
+        ended = [
+            {o.name: (o.outcome, o.target, o.slot) for o in one.outcomes if o.is_read} for one in (by_tables, by_walk)
+        ]
+        assert ended[0] == ended[1]
+
+
+# L70, L79
+@BOTH_WAYS
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.self_attn.q_c_proj.weight", "model.layers.1.mlp.experts.4.up_proj.weight", "foo"]
+)
+def test_both_ways_refuse_what_nobody_knows(saved: SavedBy, name: str, central: bool) -> None:
+    checkpoint = saved("deepseek_v3")
+    tree = poisoned(checkpoint.config)
+    with pytest.raises(NamesError) as caught:
+        tree.load_weights({**checkpoint.tensors, name: torch.ones(4, 8)}.items(), central=central)
+    assert caught.value.facts["unexpected"] == [name]
 
 
 # -- shared experts --
