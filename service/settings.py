@@ -105,6 +105,7 @@ KNOWN_VARIABLES = frozenset(
         "INSTANCE_ID",
         "MAX_RATE",
         "MAX_READERS",
+        "MIN_RATE",
         "MODEL",
         "PROXY",
         "REVISION",
@@ -112,6 +113,8 @@ KNOWN_VARIABLES = frozenset(
         "SERVICE",
         "SERVICE_PIN",
         "SOCKET_BUFFER",
+        "STAGING",
+        "STALL_WINDOW_S",
         "STREAMS",
         "TLS_CA",
     )

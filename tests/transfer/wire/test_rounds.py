@@ -296,7 +296,7 @@ def test_relay_is_read_over_one_connection_in_rising_order(answering: Answering,
     assert relay.connections == 1
     regions = [region for request in asked(relay) for region in request]
     assert regions == sorted(regions)
-    assert len(relay.requests) > 4
+    assert len(relay.requests) > 1
 
 
 # Sources of two manifests
