@@ -144,7 +144,8 @@ class Shells:
         if shared:
             storages, files = allocate_storages(manifest.storages)
             return cls(bare, storages, shared=files)
-        return cls(bare, [torch.empty(nbytes, dtype=torch.uint8) for nbytes in manifest.storages])
+        # numpy's memory has huge pages where the kernel gives them to those who ask; torch's has not, by default.
+        return cls(bare, [torch.from_numpy(np.empty(nbytes, dtype=np.uint8)) for nbytes in manifest.storages])
 
     def share(self) -> SharedFiles:
         """Move the storages into memory that other processes can map, in place, unless they lie there already.

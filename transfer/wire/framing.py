@@ -136,8 +136,7 @@ class Part(NamedTuple):
     end: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
+class Frame(NamedTuple):
     """The payload of one DATA frame.
 
     Attributes:

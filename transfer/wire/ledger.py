@@ -17,7 +17,7 @@ from weightwire.transfer.wire.claims import Claim, Reader
 from weightwire.transfer.wire.segments import Segment, cut_point, cut_segments, part_of
 
 # Below this not even the last bytes are worth sharing.
-_MIN_CLAIM_BYTES = 1 << 20
+_MIN_CLAIM_BYTES = 4 << 20
 # Above this one slow source would hold too much.
 _MAX_CLAIM_BYTES = 512 << 20
 # Keeps a request below the size that a source takes, however small the segments are.
@@ -153,7 +153,7 @@ class Ledger:
         size = 0
         while self._waiting and len(taken) < _MAX_CLAIM_SEGMENTS and size < limit:
             segment = self._waiting[0]
-            at = segment.nbytes if size + segment.nbytes <= limit else self._cut_point(segment, limit - size)
+            at = segment.nbytes if size + segment.nbytes <= limit else cut_point(self._manifest, segment, limit - size)
             if taken and size + at > limit:
                 break
             del self._waiting[0]
@@ -165,15 +165,11 @@ class Ledger:
         self._waiting_bytes -= size
         return taken
 
-    def _cut_point(self, segment: Segment, nbytes: int) -> int:
-        if not self._by_rate and not self._pipelined:
-            return segment.nbytes
-        return cut_point(self._manifest, segment, nbytes)
-
     def _limit(self, reader: Reader) -> int:
         """How much to take at once: much at first and less towards the end, so that the streams finish together."""
         chunk = self._manifest.chunk_bytes
-        share = self._waiting_bytes * 7 // (8 * self._num_streams)
+        out = sum(claim.owned - claim.done for claim in self._out)
+        share = (self._waiting_bytes + out) * 7 // (8 * self._num_streams)
         if self._pipelined:
             if self._num_streams == 1:
                 return min(max(_ALONE_CHUNKS * chunk, int(reader.rate * _ALONE_S)), self._most_bytes)

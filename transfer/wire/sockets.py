@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 _LOOPBACK_WINDOW_BYTES = 4 << 20
 # What has been sent and not read yet lies in the caches of the two processors: a queue that outgrows them makes the
 # reader wait for memory at every byte.
-_LOOPBACK_QUEUE_BYTES = 256 << 10
+_LOOPBACK_QUEUE_BYTES = 768 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
