@@ -105,6 +105,8 @@ class SocketBody:
             if not got:
                 raise _ended_early(wanted - sum(map(len, rest)), wanted)
             self._meter.received += got
+            if got == wanted:
+                return
             while rest and got >= len(rest[0]):
                 got -= len(rest.pop(0))
             if got:

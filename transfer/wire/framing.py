@@ -26,6 +26,8 @@ PROTOCOL = "1.1"
 
 HEADER = struct.Struct("!4sI")
 TRAILER = struct.Struct("!4sQ")
+# A trailer and the header behind it.
+TAIL = struct.Struct("!4sQ4sI")
 DATA, FAIL, WAIT, GOOD, VOID = b"DATA", b"FAIL", b"WAIT", b"GOOD", b"VOID"
 WAIT_HEADER = HEADER.pack(WAIT, 0)
 # A source that has to wait says so at least as often as this.

@@ -241,7 +241,7 @@ class _Fetch:
                         self._record()
                 if self._unreported + self._good >= _REPORT_BYTES:
                     self._report(stream)
-                control.check()
+                    control.check()
                 if lane.error is not None:
                     raise lane.error
                 if not goes_on and claim.done < self._nbytes:

@@ -17,7 +17,7 @@ from weightwire.transfer.wire.claims import Claim, Reader
 from weightwire.transfer.wire.segments import Segment, cut_point, cut_segments, part_of
 
 # Below this not even the last bytes are worth sharing.
-_MIN_CLAIM_BYTES = 4 << 20
+_MIN_CLAIM_BYTES = 1 << 20
 # Above this one slow source would hold too much.
 _MAX_CLAIM_BYTES = 512 << 20
 # Keeps a request below the size that a source takes, however small the segments are.

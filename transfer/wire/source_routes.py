@@ -37,6 +37,7 @@ from weightwire.transfer.integrity import checksum, digest_at
 from weightwire.transfer.manifest import TensorEntry
 from weightwire.transfer.problems import MEDIA_TYPE as PROBLEM
 from weightwire.transfer.problems import problem_text, status_for
+from weightwire.transfer.regions import Region
 from weightwire.transfer.tickets import Ticket
 from weightwire.transfer.wire import framing
 from weightwire.transfer.wire.framing import Frame, ReadRequest
@@ -568,10 +569,19 @@ def _packed(
     """A batch as it goes out, behind the trailer of the frame before, and the digest of its last frame."""
     views: list[memoryview] = []
     digest = 0
+    region: Region | None = None
+    memory: memoryview | None = None
     for frame in batch:
         if views:
             trailer = framing.TRAILER.pack(framing.GOOD, digest)
-        payload = departure.gather(frame.parts)
+        part = frame.parts[0]
+        if frame.chunk is not None and part.region is not region:
+            # Looked up once for all chunks of a region, as far as that is one piece of plain memory.
+            region, memory = part.region, publication.shells.direct(part.region.offset, part.region.end)
+        if frame.chunk is not None and memory is not None:
+            payload = [memory[part.begin : part.end]]
+        else:
+            payload = departure.gather(frame.parts)
         digest = _digest(publication, frame, payload)
         views.append(memoryview(trailer + framing.HEADER.pack(framing.DATA, frame.nbytes)))
         views += payload

@@ -279,14 +279,14 @@ class SourceStream:
 
         Prepared for some frames at a time: between two chunks every step misses the cache.
         """
-        places = Places(segments)
+        destination = _Destination(segments, shells)
         frames = list(framing.cut_frames(self.manifest, merged_regions(segments)))
         tail = memoryview(bytearray(framing.FRAME_OVERHEAD_BYTES))
         for begin in range(0, len(frames), _PREPARED_FRAMES):
             batch = frames[begin : begin + _PREPARED_FRAMES]
             following = [*frames[begin + 1 : begin + 1 + len(batch)], None]
             yield from [
-                self._receipt(frame, after, tail, (places.take(frame.nbytes), shells))
+                self._receipt(frame, after, tail, destination.take(frame.nbytes))
                 for frame, after in zip(batch, following, strict=False)
             ]
 
@@ -295,18 +295,17 @@ class SourceStream:
         frame: framing.Frame,
         after: framing.Frame | None,
         tail: memoryview,
-        destination: tuple[list[Place], Shells],
+        landing: tuple[memoryview | None, list[Place]],
     ) -> _Receipt:
-        places, shells = destination
-        direct = shells.direct(*places[0].flat) if len(places) == 1 and places[0].is_contiguous else None
+        direct, scattered = landing
         payload = self._buffer(frame.nbytes) if direct is None else direct
-        tail = tail if after is not None else tail[: framing.TRAILER.size]
         origin = None if frame.chunk is None else digest_at(self.manifest.chunk_digests, frame.chunk)
-        expected = b"" if origin is None else framing.TRAILER.pack(framing.GOOD, origin)
-        if after is not None:
-            # The next frame's header comes along with this one's trailer.
-            expected += framing.HEADER.pack(framing.DATA, after.nbytes)
-        return _Receipt(frame, payload, tail, expected, origin, places if direct is None else [])
+        if after is None:
+            expected = b"" if origin is None else framing.TRAILER.pack(framing.GOOD, origin)
+            return _Receipt(frame, payload, tail[: framing.TRAILER.size], expected, origin, scattered)
+        # The next frame's header comes along with this one's trailer.
+        expected = b"" if origin is None else framing.TAIL.pack(framing.GOOD, origin, framing.DATA, after.nbytes)
+        return _Receipt(frame, payload, tail, expected, origin, scattered)
 
     def _ask(self, segments: Sequence[Segment]) -> Body:
         """Send the request; an answer that is not the frames that were asked for is an error."""
@@ -545,6 +544,42 @@ class Places:
             nbytes -= stop - self._at
             self._at = stop
         return places
+
+    def rest(self) -> Place | None:
+        """What is left of the segment that the stream is in, or of the next one; not taken yet."""
+        if self._at == self._end:
+            segment = next(self._segments, None)
+            if segment is None:
+                return None
+            self._target, self._at, self._end = segment.target, segment.begin, segment.begin + segment.nbytes
+        assert self._target is not None
+        return Place(self._target, self._at, self._end)
+
+    def skip(self, nbytes: int) -> None:
+        """Take bytes that are known to lie in `rest`."""
+        self._at += nbytes
+
+
+class _Destination:
+    """Where the frames of a claim go: looked up once for a segment, as far as that lies in one piece of memory."""
+
+    def __init__(self, segments: Sequence[Segment], shells: Shells) -> None:
+        self._places = Places(segments)
+        self._shells = shells
+        self._ahead: memoryview | None = None
+
+    def take(self, nbytes: int) -> tuple[memoryview | None, list[Place]]:
+        """The memory that the next `nbytes` are read to, or else the places that they are scattered to."""
+        if not self._ahead and (rest := self._places.rest()) is not None and rest.is_contiguous:
+            self._ahead = self._shells.direct(*rest.flat)
+        if self._ahead and nbytes <= len(self._ahead):
+            payload, self._ahead = self._ahead[:nbytes], self._ahead[nbytes:]
+            self._places.skip(nbytes)
+            return payload, []
+        self._ahead = None
+        places = self._places.take(nbytes)
+        direct = self._shells.direct(*places[0].flat) if len(places) == 1 and places[0].is_contiguous else None
+        return direct, places if direct is None else []
 
 
 def _announced_waits(response: http.client.HTTPResponse) -> int:

@@ -290,9 +290,14 @@ def test_claims_of_one_source_are_large_at_first_and_smaller_towards_the_end(num
     sizes = sizes_of(open_ledger(total, chunk_bytes=MIB, num_streams=num_streams)[0])
     assert sum(sizes) == total
     assert sizes == sorted(sizes, reverse=True)
-    # Seven eighths of a stream's share, in pieces of 16 MiB.
+    # Seven eighths of a stream's share.
     assert sizes[0] == (448 * MIB if num_streams == 16 else 512 * MIB)
-    assert sizes[-1] == 16 * MIB
+    assert sizes[-1] == MIB
+
+
+def test_first_claims_of_all_streams_are_alike() -> None:
+    ledger, _ = open_ledger(1 << 30, chunk_bytes=MIB, num_streams=2)
+    assert [taken(ledger).owned for _ in range(2)] == [448 * MIB, 448 * MIB]
 
 
 def test_claim_takes_one_segment_however_large_it_is() -> None:
