@@ -70,6 +70,9 @@ class ForwardProxy:
     def _relay(self, client: socket.socket, requests: BinaryIO) -> None:
         """Look at the first request of a connection, and pass everything on to where that leads."""
         first, fields = self._read_head(requests)
+        if not first:
+            # Connected, and thought better of it.
+            return
         refusal = self.refusal
         if self.wanted is not None and f"Proxy-Authorization: {self.wanted}" not in fields:
             refusal = "407 Proxy Authentication Required"
