@@ -90,9 +90,8 @@ class Exchange:
 
     def send_body(self, raw: bytes) -> None:
         """Send bytes of a body: they count, and wait where the proxy holds."""
-        self._proxy.wait_for_turn()
+        self._proxy.take_turn(len(raw))
         self._client.sendall(raw)
-        self._proxy.count(len(raw))
 
 
 # Passes one answer on; returns False to close the client's connection afterwards.
@@ -282,16 +281,15 @@ class Proxy:
             self._limit = None
             self._changed.notify_all()
 
-    def wait_for_turn(self) -> None:
+    def take_turn(self, nbytes: int) -> None:
+        """Wait while it holds, and count what passes then; at once, or two might pass where there is room for one."""
         with self._changed:
             while self._limit is not None and self._passed >= self._limit:
                 self._held = True
                 self._changed.notify_all()
                 self._changed.wait()
-
-    def count(self, nbytes: int) -> None:
-        with self._changed:
             self._passed += nbytes
+            self._changed.notify_all()
 
     def __enter__(self) -> Proxy:
         self._threads[0].start()

@@ -228,7 +228,8 @@ def test_stop_leaves_no_process_no_descriptor_and_no_segment(shells: Shells) -> 
 
 
 def test_stop_lets_a_reader_finish_and_sends_the_next_one_elsewhere(shells: Shells) -> None:
-    process = started(shells, SourceLimits(max_bytes_per_s=1 << 16))
+    # One reader at a time, so that nobody takes its rate while it is not known yet that the process leaves.
+    process = started(shells, SourceLimits(max_bytes_per_s=1 << 16, max_readers=1, seat_wait_s=0.0))
     stream = SourceStream(endpoint_of(shells.manifest, url=process.url), shells.manifest)
     other = SourceStream(endpoint_of(shells.manifest, url=process.url), shells.manifest)
     (copies,) = plan_pull(shells.manifest, [shells.manifest]).copies
