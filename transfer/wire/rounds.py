@@ -86,12 +86,16 @@ class Round:
         Returns:
             Whether anybody is at work.
         """
+        # Before anything is looked at: of those that have ended by now it is known why. Who ends meanwhile is looked at
+        # in the next turn.
+        goes_on = self._running > 0
         for digest, ledger in self.ledgers.items():
             live = [lane for lane in self.lanes if lane.endpoint.manifest == digest and lane.error is None]
             for lane in in_turn(live):
                 if id(lane) not in self._started and not ledger.is_done:
                     self._start(lane, ledger)
-        return self._running > 0
+                    goes_on = True
+        return goes_on
 
     def _start(self, lane: Lane, ledger: Ledger) -> None:
         self._started.add(id(lane))

@@ -16,8 +16,12 @@ import torch
 from tests.transfer.conftest import PATIENCE_S, Fake, MakeFake, Serve, bits, endpoint_of, filled, read_request
 from tests.transfer.wire.conftest import Answer, Answering, Closed, Held, Model, Spoil, answer_to, data
 from tests.transfer.wire.pulling import LONG, Pull, asked, endpoint, good, model_of, paced, planned
+from weightwire.transfer.control import Control
+from weightwire.transfer.errors import SourceUnreachableError
 from weightwire.transfer.shells import Shells
 from weightwire.transfer.wire.framing import ReadRequest
+from weightwire.transfer.wire.lanes import Lane, Work
+from weightwire.transfer.wire.ledger import Ledger
 from weightwire.transfer.wire.puller import Puller, PullOptions
 from weightwire.transfer.wire.stream import Timeouts
 
@@ -297,6 +301,40 @@ def test_relay_is_read_over_one_connection_in_rising_order(answering: Answering,
     regions = [region for request in asked(relay) for region in request]
     assert regions == sorted(regions)
     assert len(relay.requests) > 1
+
+
+class LateLane(Lane):
+    """A lane that is through with its error just after somebody has looked whether it has one."""
+
+    looks = 0
+    end: Callable[[], None]
+
+    def __getattribute__(self, name: str) -> object:
+        found = super().__getattribute__(name)
+        if name == "error" and found is None and self.__class__.looks < 2 and "end" in self.__dict__:
+            self.__class__.looks += 1
+            if self.__class__.looks == 2:
+                self.give_up(SourceUnreachableError("gone"))
+                self.end()
+        return found
+
+    def threads(self, ledger: Ledger, work: Work, on_end: Callable[[], None]) -> list[threading.Thread]:
+        self.end = on_end
+        return [threading.Thread(target=lambda: None)]
+
+
+def test_next_tier_takes_over_from_one_that_ends_while_it_is_looked_at(serve: Serve, large: Model) -> None:
+    target = Shells.allocate(large.manifest)
+    control = Control(deadline_s=PATIENCE_S)
+    lost = endpoint_of(large.manifest, url="http://127.0.0.1:9", instance_id="x")
+    second = serve(large.shells, instance_id="y").endpoint(standby=1)
+    with Puller(target, [lost, second], {large.manifest.digest: large.manifest}) as puller:
+        plan = planned(target, puller)
+        lane = puller._lanes[0]
+        lane.__class__ = LateLane
+        puller.pull(plan, control)
+    assert LateLane.looks == 2
+    assert puller.coverage.target.total == large.manifest.total_bytes
 
 
 # Sources of two manifests
