@@ -18,7 +18,8 @@ from weightwire.transfer.wire.segments import Segment, cut_point, part_of
 # Each time that something was too large the next is a quarter of it: five refusals lead from 8 MiB to 8 KiB.
 _SHRINK = 4
 _TOO_LARGE = 413
-_GATEWAY_STATUSES = (502, 504)
+# What stands before a source does not get its answer.
+GATEWAY_STATUSES = (502, 504)
 
 
 class Portions:
@@ -70,7 +71,7 @@ class Portions:
                 limit = stated
             self.request_bytes = limit
             return len(refused) > 1
-        if status in _GATEWAY_STATUSES:
+        if status in GATEWAY_STATUSES:
             nbytes = sum(segment.nbytes for segment in refused)
             self.answer_bytes = max(nbytes // _SHRINK, self._manifest.chunk_bytes)
             return self.answer_bytes < nbytes

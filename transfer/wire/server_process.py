@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import cast
 
 from weightwire.transfer.address import Address
-from weightwire.transfer.errors import SettingsError, SourceError
+from weightwire.transfer.errors import SourceError
 from weightwire.transfer.problems import error_of
 from weightwire.transfer.shells import Shells
 from weightwire.transfer.wire.control_channel import MOST_DESCRIPTORS, Channel, Message
 from weightwire.transfer.wire.limits import SourceLimits
-from weightwire.transfer.wire.sockets import SocketOptions
+from weightwire.transfer.wire.sockets import SocketOptions, listen
 from weightwire.transfer.wire.source import Access, SourceIdentity
 
 logger = logging.getLogger(__name__)
@@ -178,7 +178,7 @@ class SourceProcess:
         self._identity = identity
         self._tls = tls
         self._sockets = sockets or SocketOptions()
-        self._listening = _bind(host, port)
+        self._listening = listen(host, port, self._sockets)
         self.address = Address(scheme="https" if tls else "http", host=host, port=self._listening.getsockname()[1])
         self._channel: Channel | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -355,16 +355,3 @@ class SourceProcess:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=256)
-    except (OSError, OverflowError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise SettingsError(
-            f"address {host}:{port} cannot be bound: {reason or error}; another process may hold the port",
-            host=host,
-            port=port,
-        ) from error

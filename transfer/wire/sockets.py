@@ -8,8 +8,11 @@ import struct
 from dataclasses import dataclass
 
 from weightwire.transfer.address import is_loopback
+from weightwire.transfer.errors import SettingsError
 
 logger = logging.getLogger(__name__)
+
+_BACKLOG = 256
 
 # Loopback delivers faster than the kernel learns to: a window that is wide from the start saves a fifth of the
 # receiver's time. The kernel grants what net.core.rmem_max allows. Other networks keep its own tuning.
@@ -47,6 +50,35 @@ def set_buffers(sock: socket.socket, options: SocketOptions) -> None:
     if options.buffer_bytes is not None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, options.buffer_bytes)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, options.buffer_bytes)
+
+
+def listen(host: str, port: int, options: SocketOptions) -> socket.socket:
+    """A socket that listens there, for both families where `host` is `::`; port 0 takes any that is free.
+
+    Raises:
+        SettingsError: If the address cannot be bound.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            # A restarted source has its port again while connections of the former one linger.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            serve_both_families(sock)
+            set_buffers(sock, options)
+            sock.bind((host, port))
+            sock.listen(_BACKLOG)
+        except BaseException:
+            sock.close()
+            raise
+    except (OSError, OverflowError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise SettingsError(
+            f"address {host}:{port} cannot be bound: {reason or error}; another process may hold the port",
+            host=host,
+            port=port,
+        ) from error
+    return sock
 
 
 def serve_both_families(sock: socket.socket) -> None:

@@ -10,12 +10,10 @@ import sys
 import threading
 from collections.abc import Mapping
 from http.server import ThreadingHTTPServer
-from socketserver import TCPServer
 
 from weightwire.transfer.address import Address
-from weightwire.transfer.errors import SettingsError
 from weightwire.transfer.wire.served_ranks import ServedRanks
-from weightwire.transfer.wire.sockets import SocketOptions, serve_both_families, set_buffers
+from weightwire.transfer.wire.sockets import SocketOptions, listen
 from weightwire.transfer.wire.source import Source
 from weightwire.transfer.wire.source_routes import SourceRoutes
 
@@ -56,7 +54,8 @@ class SourceServer:
             ValueError: If several are not ranks of one process.
         """
         self.ranks = ServedRanks(source)
-        self._listener = _bind((host, port), self.ranks, sockets or SocketOptions(), listening)
+        sockets = sockets or SocketOptions()
+        self._listener = _Listener(listening or listen(host, port, sockets), self.ranks, sockets)
         if tls is not None:
             # The handshake waits for the connection's own thread: a silent client must not stop the others.
             self._listener.socket = tls.wrap_socket(
@@ -111,29 +110,17 @@ class _Listener(ThreadingHTTPServer):
 
     daemon_threads = True
     block_on_close = False
-    request_queue_size = 256
 
-    def __init__(
-        self, place: tuple[str, int], ranks: ServedRanks, sockets: SocketOptions, listening: socket.socket | None
-    ) -> None:
-        self.address_family = socket.getaddrinfo(*place, type=socket.SOCK_STREAM)[0][0]
+    def __init__(self, listening: socket.socket, ranks: ServedRanks, sockets: SocketOptions) -> None:
         self.ranks = ranks
         self.sockets = sockets
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
-        super().__init__(place, SourceRoutes, bind_and_activate=listening is None)
-        if listening is not None:
-            self.socket.close()
-            self.socket = listening
-            self.server_port = listening.getsockname()[1]
-
-    def server_bind(self) -> None:
-        # HTTPServer asks DNS for its own name here, which may take seconds and is never used. Its base does not, and
-        # lets a restarted source have its port again while connections of the former one linger.
-        serve_both_families(self.socket)
-        set_buffers(self.socket, self.sockets)
-        TCPServer.server_bind(self)
-        self.server_port = self.socket.getsockname()[1]
+        # Bound already: the base class would ask DNS for its own name, which may take seconds and is never used.
+        super().__init__(listening.getsockname(), SourceRoutes, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listening
+        self.server_port = listening.getsockname()[1]
 
     def verify_request(self, request: object, client_address: object) -> bool:
         with self._lock:
@@ -159,18 +146,3 @@ class _Listener(ThreadingHTTPServer):
             with contextlib.suppress(OSError):
                 # Not SSLSocket's own, which lets go of the encryption first, and a thread may be sending.
                 socket.socket.shutdown(connection, socket.SHUT_RDWR)
-
-
-def _bind(
-    place: tuple[str, int], ranks: ServedRanks, sockets: SocketOptions, listening: socket.socket | None
-) -> _Listener:
-    host, port = place
-    try:
-        return _Listener(place, ranks, sockets, listening)
-    except (OSError, OverflowError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise SettingsError(
-            f"address {host}:{port} cannot be bound: {reason or error}; another process may hold the port",
-            host=host,
-            port=port,
-        ) from error

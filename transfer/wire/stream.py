@@ -39,7 +39,7 @@ from weightwire.transfer.shells import Shells
 from weightwire.transfer.wire import framing
 from weightwire.transfer.wire.body import Body, body_of
 from weightwire.transfer.wire.connecting import Network, SourceConnection
-from weightwire.transfer.wire.portions import Portions
+from weightwire.transfer.wire.portions import GATEWAY_STATUSES, Portions
 from weightwire.transfer.wire.segments import Segment, merged_regions
 from weightwire.transfer.wire.trust import refused_certificate
 from weightwire.transfer.wire.watchdog import Meter
@@ -47,9 +47,8 @@ from weightwire.transfer.wire.watchdog import Meter
 _MAX_ERROR_BODY_BYTES = 1 << 16
 _PREPARED_FRAMES = 64
 _MOST_WAIT_DIGITS = 5
-# Come back later; and: what stands before the source does not get its answer.
+# Come back later.
 _BUSY_STATUSES = (429, 503)
-_GATEWAY_STATUSES = (502, 504)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +220,7 @@ class SourceStream:
                     # It came in place of an answer, so nothing of the portion has been delivered.
                     if self._portions.learn(error, portion, request_bytes=len(self._request(portion))):
                         waiting.extendleft(reversed(portion))
-                    elif error.facts.get("status") in _GATEWAY_STATUSES:
+                    elif error.facts.get("status") in GATEWAY_STATUSES:
                         raise SourceUnreachableError(str(error)) from error
                     else:
                         raise

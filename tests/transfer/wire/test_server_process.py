@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -262,6 +263,17 @@ def test_b33_port_that_is_taken_is_refused_before_a_process_starts(process: Sour
     with pytest.raises(SettingsError, match="cannot be bound"):
         SourceProcess(SourceIdentity(instance_id="s"), port=process.address.port)
     SourceProcess(SourceIdentity(instance_id="s")).stop()
+
+
+def test_port_that_is_bound_to_all_addresses_takes_both_families() -> None:
+    try:
+        process = SourceProcess(SourceIdentity(instance_id="s"), host="::")
+    except SettingsError as error:
+        pytest.skip(f"no IPv6 here: {error}")
+    try:
+        socket.create_connection(("127.0.0.1", process.address.port), timeout=PATIENCE_S).close()
+    finally:
+        process.stop()
 
 
 def test_shells_without_digests_are_not_published(process: SourceProcess) -> None:
